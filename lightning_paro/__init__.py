@@ -1,0 +1,12 @@
+"""Sharded data-parallel training for uneven networks: a plugin for PyTorch Lightning.
+
+Importing the package registers ``paro_nnn`` ... ``paro_ggg`` as strategy names.
+"""
+
+from lightning_paro.__about__ import __version__
+from lightning_paro.strategies import ParoStrategy, register
+from lightning_paro.topology import Granularity, Partition, Topology
+
+__all__ = ["Granularity", "ParoStrategy", "Partition", "Topology", "__version__"]
+
+register()

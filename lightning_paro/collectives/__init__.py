@@ -1,0 +1,6 @@
+"""PaRO-CC: the process groups of a topology and the two moves over them."""
+
+from lightning_paro.collectives._groups import ProcessGroups
+from lightning_paro.collectives._ladder import Ladder, Traffic
+
+__all__ = ["Ladder", "ProcessGroups", "Traffic"]

@@ -1,0 +1,78 @@
+"""One process group per role of a topology, created once, by all ranks, in one order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lightning_paro.topology import Topology
+
+__all__ = ["ProcessGroups"]
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """The communicators of one rank. A role whose group has one member is None and costs nothing.
+
+    Gathers and reduces inside a group have a communicator each, so that one can be under way beside the other.
+    ``control`` is a gloo group over all ranks for the small host-side values that ranks agree on; it never touches
+    the accelerator.
+    """
+
+    topology: Topology
+    rank: int
+    intra_gather: dist.ProcessGroup | None
+    intra_reduce: dist.ProcessGroup | None
+    inter: dist.ProcessGroup | None
+    control: dist.ProcessGroup | None
+
+    @classmethod
+    def create(cls, topology: Topology, timeout: timedelta | None = None) -> ProcessGroups:
+        """Create the groups of ``topology``, or hand out those already created over the same world.
+
+        Every rank must call this with the same topology.
+
+        Raises:
+            ValueError: If the topology's world size is not that of the default process group.
+        """
+        if topology.world_size == 1:
+            return cls(topology, 0, None, None, None, None)
+        if dist.get_world_size() != topology.world_size:
+            raise ValueError(
+                f"the topology has {topology.world_size} ranks, but the process group has {dist.get_world_size()}."
+            )
+        world = dist.group.WORLD
+        known = _created.get(topology)
+        if known is not None and known[0] is world:
+            return known[1]
+
+        rank = dist.get_rank()
+        i, j = topology.coordinates(rank)
+        rows = [topology.intra_ranks(k) for k in range(topology.num_groups)]
+        columns = [topology.inter_ranks(k) for k in range(topology.group_size)]
+        groups = cls(
+            topology,
+            rank,
+            intra_gather=_new_groups(rows, timeout)[i],
+            intra_reduce=_new_groups(rows, timeout)[i],
+            inter=_new_groups(columns, timeout)[j],
+            control=dist.new_group(backend="gloo", timeout=timeout),
+        )
+        _created[topology] = (world, groups)
+        return groups
+
+    def role_size(self, role: str) -> int:
+        """Number of ranks in the group of a role: ``intra_gather``, ``intra_reduce`` or ``inter``."""
+        return self.topology.num_groups if role == "inter" else self.topology.group_size
+
+
+# A communicator costs memory and seconds: a second Trainer over the same world gets the same ones.
+_created: dict[Topology, tuple[object, ProcessGroups]] = {}
+
+
+def _new_groups(ranks: list[list[int]], timeout: timedelta | None) -> list[dist.ProcessGroup | None]:
+    if len(ranks[0]) == 1:
+        return [None] * len(ranks)
+    return [dist.new_group(members, timeout=timeout) for members in ranks]

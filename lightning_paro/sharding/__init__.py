@@ -1,0 +1,7 @@
+"""PaRO-DP: sharded data parallelism in plain torch. Nothing here knows Lightning."""
+
+from lightning_paro.sharding._engine import Engine
+from lightning_paro.sharding._policy import PrecisionPolicy
+from lightning_paro.sharding._state_dict import load_optimizer_state_dict, optimizer_state_dict
+
+__all__ = ["Engine", "PrecisionPolicy", "load_optimizer_state_dict", "optimizer_state_dict"]

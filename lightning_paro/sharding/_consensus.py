@@ -1,0 +1,104 @@
+"""What ranks agree on before, and beside, the tensor collectives. Everything here is small and stays on the host."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_paro.collectives import ProcessGroups
+
+__all__ = ["agree", "check_same_model", "describe_model", "maximum"]
+
+T = TypeVar("T")
+
+
+def agree(groups: ProcessGroups, what: str, make: Callable[[], T]) -> list[T]:
+    """Run ``make`` on every rank and hand everybody's result to everybody; if one rank fails, all do.
+
+    Args:
+        groups: The process groups.
+        what: What is being done, for the error of the other ranks.
+        make: Local work whose result can be pickled.
+
+    Returns:
+        The results, by rank.
+
+    Raises:
+        Exception: The original exception on the rank where ``make`` raised; RuntimeError with its traceback elsewhere.
+    """
+    error: BaseException | None = None
+    result: Any = None
+    try:
+        result = make()
+    except Exception as exception:
+        error = exception
+    report = "".join(traceback.format_exception(error)) if error is not None else None
+    everyone: list[Any] = [(report, result)]
+    if groups.control is not None:
+        everyone = [None] * groups.topology.world_size
+        dist.all_gather_object(everyone, (report, result), group=groups.control)
+    if error is not None:
+        raise error
+    failed = [(rank, text) for rank, (text, _) in enumerate(everyone) if text is not None]
+    if failed:
+        rank, text = failed[0]
+        raise RuntimeError(f"rank {rank} failed in {what}, so this rank stops as well. Its error:\n{text}")
+    return [result for _, result in everyone]
+
+
+def maximum(groups: ProcessGroups, values: Tensor) -> Tensor:
+    """The elementwise maximum of an integer host tensor over all ranks, in place."""
+    if groups.control is not None:
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=groups.control)
+    return values
+
+
+def describe_model(module: nn.Module, **layout: Any) -> dict[str, Any]:
+    """What must be the same on all ranks for a module to be sharded; values are not part of it."""
+    first: dict[int, str] = {}
+    described: dict[str, Any] = {f"setting {key}": value for key, value in layout.items()}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        tied = first.setdefault(id(parameter), name)
+        facts = f"{tuple(parameter.shape)} {_short(parameter.dtype)} requires_grad={parameter.requires_grad}"
+        described[f"parameter '{name}'"] = facts if tied == name else f"tied to '{tied}'"
+    for name, buffer in module.named_buffers():
+        described[f"buffer '{name}'"] = f"{tuple(buffer.shape)} {_short(buffer.dtype)}"
+    return described
+
+
+def check_same_model(descriptions: list[dict[str, Any]]) -> None:
+    """Compare what :func:`describe_model` said on all ranks.
+
+    Raises:
+        ValueError: If ranks disagree; the same on all ranks, with the first differences and who has which.
+    """
+    lines = []
+    for key in dict.fromkeys(key for description in descriptions for key in description):
+        sides: dict[Any, list[int]] = {}
+        for rank, description in enumerate(descriptions):
+            sides.setdefault(str(description.get(key, "absent")), []).append(rank)
+        if len(sides) > 1:
+            lines.append(f"  {key}: " + "; ".join(f"{value} on {_ranks(r)}" for value, r in sides.items()))
+    if not lines:
+        same_order = all(list(d) == list(descriptions[0]) for d in descriptions)
+        if same_order:
+            return
+        lines = ["  the same parameters, but in another order"]
+    shown = "\n".join(lines[:5]) + (f"\n  ... and {len(lines) - 5} more" if len(lines) > 5 else "")
+    raise ValueError(
+        f"the ranks do not agree on the model ({len(lines)} differences):\n{shown}\n"
+        "HINT: build the same model on every rank; only values may differ, rank 0's are used."
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

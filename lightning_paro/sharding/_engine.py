@@ -1,0 +1,426 @@
+"""The engine: one mechanism, three rungs. It moves a module's model state up and down the ladder around each step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_paro.collectives import Ladder, ProcessGroups, Traffic
+from lightning_paro.sharding._consensus import agree, check_same_model, describe_model, maximum
+from lightning_paro.sharding._flat import Flat
+from lightning_paro.sharding._optimizer import OptimizerShards, swap
+from lightning_paro.sharding._policy import PrecisionPolicy
+from lightning_paro.sharding._unit import Unit
+from lightning_paro.sharding._units import UnitsArgument, UnitSpec, find_units
+from lightning_paro.topology import Granularity, Partition
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Shards a module by a partition and trains it, from rank 0's values.
+
+    The caller brackets its work: :meth:`step_begin` and :meth:`step_end` around a training step,
+    :meth:`backward_begin` and :meth:`backward_end` around a backward, :meth:`hold` around an evaluation loop. The
+    optimizers given to :meth:`attach` step on shards by themselves.
+
+    Args:
+        module: The module, whole on rank 0; other ranks need the same names, shapes and dtypes only.
+        partition: The three granularities.
+        groups: The process groups of the topology.
+        policy: Dtypes.
+        units: What is gathered together, see :func:`find_units`.
+        device: Where model state lives.
+        nonfinite: What a step does with a gradient that is not finite on some rank: ``"propagate"`` as DDP does,
+            ``"skip"`` the step on all ranks, or ``"raise"`` on all ranks.
+
+    Raises:
+        ValueError: If ranks disagree on the model, or ``units`` selects nothing.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        partition: Partition,
+        groups: ProcessGroups,
+        *,
+        policy: PrecisionPolicy | None = None,
+        units: UnitsArgument = "auto",
+        device: torch.device | str = "cpu",
+        nonfinite: str = "propagate",
+    ) -> None:
+        self.module = module
+        self.groups = groups
+        self.topology = groups.topology
+        self.partition = groups.topology.effective(partition)
+        self.policy = policy or PrecisionPolicy()
+        self.device = torch.device(device)
+        self.nonfinite = nonfinite
+        self.traffic = Traffic()
+        self.optimizers: list[OptimizerShards] = []
+        self.sync_gradients = True
+        """Whether the next backward is a boundary, see :meth:`backward_begin`."""
+        self._in_step = self._in_backward = self._rest_is_held = False
+        self._hooked: dict[int, Any] = {}
+        self._path: list[int] = []  # units gathered since the last boundary: the same on all ranks of a group
+
+        specs: list[UnitSpec] = []
+
+        def describe() -> dict[str, Any]:
+            specs.extend(find_units(module, units))
+            names = [(spec.name, [name for name, _ in spec.parameters]) for spec in specs]
+            size = self.topology.group_size
+            return describe_model(module, partition=str(partition), group_size=size, dtypes=self.policy, units=names)
+
+        check_same_model(agree(groups, "describing the model", describe))
+
+        ladder = Ladder(groups, self.traffic)
+        self.units: list[Unit] = []
+        for spec in specs:
+            kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+            for name, parameter in spec.parameters:
+                kinds.setdefault((parameter.requires_grad, parameter.dtype), []).append((name, parameter))
+            flats = [
+                Flat(spec.name, parameters, self.partition, self.policy, ladder, self.device)
+                for parameters in kinds.values()
+            ]
+            self.units.append(Unit(len(self.units), spec.name, spec.module, flats, self._on_gather))
+        self._rest = [unit for unit, spec in zip(self.units, specs, strict=True) if spec.module is None]
+        self.flats = [flat for unit in self.units for flat in unit.flats]
+        self._unit_of = {id(flat): unit for unit in self.units for flat in unit.flats}
+        self.where: dict[int, tuple[Flat, int]] = {
+            id(slot.parameter): (flat, index) for flat in self.flats for index, slot in enumerate(flat.slots)
+        }
+        self._sync_buffers(list(module.buffers()))
+        self._install_gradient_hooks()
+        self.traffic.reset()
+
+    # ---- brackets -------------------------------------------------------------------------------------------
+
+    def step_begin(self) -> None:
+        """Start of a training step: forget what an interrupted one left, make the rest whole for the user to read."""
+        self._reset()
+        self._install_gradient_hooks()
+        if self.module.training:
+            self._sync_buffers(self._persistent_buffers())
+        self._in_step = self._rest_is_held = True
+        for unit in self._rest:
+            unit.hold()
+
+    def step_end(self, backward_follows: bool = False) -> None:
+        """End of a training step.
+
+        Args:
+            backward_follows: Whether a backward will still come (automatic optimization); the rest then stays whole
+                until that is over.
+        """
+        self._in_step = backward_follows
+        if not backward_follows:
+            self._let_rest_go()
+
+    def backward_begin(self) -> None:
+        """Start of a backward.
+
+        If :attr:`sync_gradients` is set it is a boundary, whose gradients go all the way down to the optimizer's
+        shards; otherwise they are accumulated at the rung of g.
+        """
+        self._install_gradient_hooks()
+        self._in_backward = True
+        for flat in self.flats:
+            flat.hide()
+            flat.expect()
+        self._is_boundary = self.sync_gradients
+        # In a fixed order, whatever becomes ready first: ranks whose batches use other parameters stay in step.
+        self._queue = [flat for flat in reversed(self.flats) if flat.pending or (self._is_boundary and flat.is_open)]
+        self._reduced = list(self._queue)
+
+    def backward_end(self) -> None:
+        """End of a backward: reduce what is left, agree on what was used, show the optimizer its gradients."""
+        self._in_backward = False
+        while self._queue:
+            self._queue.pop(0).reduce(self._is_boundary)
+        if self._is_boundary:
+            self._agree_on_used()
+        for unit in self.units:
+            unit.settle()
+        if not self._in_step:
+            self._let_rest_go()
+
+    def abort(self) -> None:
+        """Something was raised inside a step: release everything, so that the next step starts clean."""
+        self._reset()
+
+    def hold(self) -> None:
+        """All units whole until :meth:`let_go`: ranks may then run any number of forwards. Collective."""
+        for unit in self.units:
+            unit.hold()
+
+    def let_go(self) -> None:
+        """End one :meth:`hold`."""
+        for unit in self.units:
+            unit.let_go()
+
+    @contextmanager
+    def full_parameters(self, module: nn.Module | None = None, writeback: bool = False) -> Iterator[None]:
+        """Whole parameter values, in the compute dtype, on every rank inside the context. Collective.
+
+        Args:
+            module: Only the units that hold a parameter of this module; None for all.
+            writeback: Keep rank 0's changes.
+        """
+        chosen = self.units
+        if module is not None:
+            flats = {id(self.where[id(p)][0]) for p in module.parameters()}
+            chosen = [unit for unit in self.units if any(id(flat) in flats for flat in unit.flats)]
+        with ExitStack() as stack:
+            for unit in chosen:
+                unit.hold()
+                stack.callback(unit.let_go)
+            yield
+            if writeback:
+                for unit in chosen:
+                    for flat in unit.flats:
+                        if self.topology.world_size > 1:
+                            torch.distributed.broadcast(flat.whole, src=0)
+                        flat.overwrite(flat.whole)
+
+    # ---- optimizers -----------------------------------------------------------------------------------------
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> OptimizerShards:
+        """Let an optimizer that was built on the module's parameters work on this rank's shards of them."""
+        shards = swap(optimizer, self)
+        self.optimizers.append(shards)
+        return shards
+
+    def shards_of(self, optimizer: torch.optim.Optimizer) -> OptimizerShards:
+        """What :meth:`attach` made of an optimizer, or of a wrapper around it."""
+        inner = getattr(optimizer, "_optimizer", optimizer)
+        for shards in self.optimizers:
+            if shards.optimizer is inner:
+                return shards
+        raise ValueError(f"{type(optimizer).__name__} is not an optimizer of this module.")
+
+    def grad_norm(self, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
+        """The 2-norm of the whole gradient, the same on all ranks. Collective.
+
+        Args:
+            optimizer: Only the parameters of this optimizer; None for all.
+
+        Returns:
+            A scalar tensor on the engine's device.
+        """
+        chosen = self.optimizers if optimizer is None else [self.shards_of(optimizer)]
+        gradients = [entry.grad for shards in chosen for entry in shards.entries() if entry.grad is not None]
+        wide = torch.float64 if any(flat.master_dtype is torch.float64 for flat in self.flats) else torch.float32
+        total = torch.zeros((), dtype=wide, device=self.device)
+        if gradients:
+            norms = torch._foreach_norm(gradients, 2, dtype=wide)
+            total = torch.stack(norms).square().sum()
+        return self.sum_over_shards(total).sqrt()
+
+    def sum_over_shards(self, value: Tensor) -> Tensor:
+        """Sum a per-shard value over the ranks whose shards make up one copy of the optimizer state, in place."""
+        if self.topology.world_size > 1 and self.partition.os is not Granularity.N:
+            whole_world = self.partition.os is Granularity.G
+            torch.distributed.all_reduce(value, group=None if whole_world else self.groups.intra_reduce)
+            self.traffic.control += value.nbytes
+        return value
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether ``flag`` is set on any rank."""
+        return bool(maximum(self.groups, torch.tensor([int(flag)])).item())
+
+    def model_state_bytes(self) -> int:
+        """What the formula says this rank's model state takes, with Adam (PaRO, section 5)."""
+        divide = self.topology.divisor
+        total = 0
+        for flat in self.flats:
+            total += flat.numel * flat.dtype.itemsize // divide(self.partition.p)
+            if flat.trainable:
+                accumulator = (self.policy.accumulator_dtype or flat.master_dtype).itemsize
+                state = 2 * flat.master_dtype.itemsize + (flat.master_dtype.itemsize if flat.has_master else 0)
+                total += flat.numel * accumulator // divide(self.partition.g)
+                total += flat.numel * state // divide(self.partition.os)
+        return total
+
+    def rounded_frozen(self) -> int:
+        """Number of frozen parameters whose own dtype is wider than the one they are kept in."""
+        flats = [flat for flat in self.flats if not flat.trainable and flat.dtype != flat.own_dtype]
+        return sum(slot.numel for flat in flats for slot in flat.slots)
+
+    def locate(self, parameter: Tensor) -> tuple[Flat, int]:
+        """The flat that holds a parameter of the module, and its slot.
+
+        Raises:
+            ValueError: If it is not a parameter of the module.
+        """
+        try:
+            return self.where[id(parameter)]
+        except KeyError:
+            raise ValueError(
+                f"an optimizer holds a tensor of shape {tuple(parameter.shape)} that is not a parameter of "
+                f"{type(self.module).__name__}. HINT: build optimizers in configure_optimizers, from "
+                "`self.parameters()` or `self.named_parameters()`."
+            ) from None
+
+    @contextmanager
+    def lent_to_rank_zero(self) -> Iterator[bool]:
+        """Rank 0's module shows whole host values in their own dtype, as a single process would have them. Collective.
+
+        Yields:
+            Whether this is rank 0.
+        """
+        here = self.groups.rank == 0
+        for flat in self.flats:
+            flat.lend(here=here)
+        try:
+            yield here
+        finally:
+            if here:
+                for flat in self.flats:
+                    flat.take_back()
+
+    def close(self) -> None:
+        """Give the module its whole values back, in their own dtype on the host, and remove every hook. Collective.
+
+        The optimizers' states stay readable through :func:`optimizer_state_dict`.
+        """
+        self.abandon()
+        for flat in self.flats:
+            flat.lend()
+            flat.forsake()
+
+    def abandon(self) -> None:
+        """Remove every hook without talking to other ranks; parameters that are released stay so."""
+        self._reset()
+        for handle in self._hooked.values():
+            handle.remove()
+        self._hooked.clear()
+        for unit in self.units:
+            unit.close()
+        for shards in self.optimizers:
+            shards.detach()
+
+    # ---- inside ---------------------------------------------------------------------------------------------
+
+    def _on_gather(self, unit: Unit) -> None:
+        self._path.append(unit.index)
+
+    def _reset(self) -> None:
+        self._in_step = self._in_backward = False
+        self._queue: list[Flat] = []
+        for flat in self.flats:
+            flat.reset()
+        for unit in self.units:
+            unit.settle()
+        self._let_rest_go()
+
+    def _let_rest_go(self) -> None:
+        if self._rest_is_held:
+            self._rest_is_held = False
+            for unit in self._rest:
+                unit.let_go()
+
+    def _install_gradient_hooks(self) -> None:
+        """Hook every parameter that requires a gradient by now; autograd refuses hooks on the others."""
+        for flat in self.flats:
+            for index, slot in enumerate(flat.slots):
+                if slot.parameter.requires_grad and id(slot.parameter) not in self._hooked:
+                    hook = _gradient_hook(weakref.ref(self), weakref.ref(flat), index)
+                    self._hooked[id(slot.parameter)] = slot.parameter.register_post_accumulate_grad_hook(hook)
+
+    def _gradient_arrived(self, flat: Flat, index: int) -> None:
+        if not self._in_backward:
+            raise RuntimeError(
+                f"parameter '{flat.slots[index].name}' received a gradient outside of a bracketed backward. HINT: in "
+                "manual optimization call `self.manual_backward(loss)` instead of `loss.backward()`."
+            )
+        if flat in self._reduced and flat not in self._queue:
+            raise RuntimeError(
+                f"parameter '{flat.slots[index].name}' received a second gradient in one backward, after its unit was "
+                "reduced: a reentrant checkpoint runs it twice. HINT: use_reentrant=False."
+            )
+        flat.arrive(index)
+        if flat.pending == 0:
+            while self._queue and self._queue[0].pending == 0:
+                self._queue.pop(0).reduce(self._is_boundary)
+            self._unit_of[id(flat)].gradient_arrived()
+
+    def _agree_on_used(self) -> None:
+        """One small host-side exchange at a boundary: which parameters had a gradient, and who gathered what."""
+        slots = [(flat, index) for flat in self._reduced for index in range(len(flat.slots))]
+        paths = self.topology.num_groups
+        values = torch.full((len(slots) + 2 * paths,), torch.iinfo(torch.int64).min, dtype=torch.int64)
+        for position, (flat, index) in enumerate(slots):
+            values[position] = index in flat.touched
+        group, _ = self.topology.coordinates(self.groups.rank)
+        digest = hash(tuple(self._path)) >> 1
+        here = len(slots) + 2 * (group if self.partition.p is Granularity.I else 0)
+        values[here], values[here + 1] = digest, -digest
+        maximum(self.groups, values)
+        if self.groups.control is not None:
+            self.traffic.control += values.nbytes
+        for position in range(len(slots), len(values), 2):
+            if values[position] != -values[position + 1]:
+                self._report_paths()
+        self._path.clear()
+        position = 0
+        for flat in self._reduced:
+            flat.expose(i for i in range(len(flat.slots)) if values[position + i] > 0)
+            position += len(flat.slots)
+
+    def _report_paths(self) -> None:
+        paths = agree(self.groups, "comparing the units that ran", lambda: [self.units[i].name for i in self._path])
+        lines = []
+        for unit in self.units:
+            counts: dict[int, list[int]] = {}
+            for rank, path in enumerate(paths):
+                counts.setdefault(path.count(unit.name), []).append(rank)
+            if len(counts) > 1:
+                lines.append(
+                    f"  unit '{unit.name}': " + ", ".join(f"{c} times on ranks {r}" for c, r in counts.items())
+                )
+        raise RuntimeError(
+            f"with parameters partitioned (p={self.partition.p.name}) every rank must run the same units in the same "
+            "order, but these were gathered a different number of times:\n"
+            + "\n".join(lines[:8] or ["  (other order)"])
+            + "\nHINT: make the choice of layers the same on all ranks, or use a strategy with p=N such as paro_nig."
+        )
+
+    def _persistent_buffers(self) -> list[Tensor]:
+        """Buffers that a checkpoint keeps, running statistics among them; the others are constants."""
+        return [
+            buffer
+            for module in self.module.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        ]
+
+    def _sync_buffers(self, buffers: list[Tensor]) -> None:
+        """Rank 0's buffers win, as in DDP."""
+        if self.topology.world_size == 1 or not buffers:
+            return
+        with torch.no_grad():
+            for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
+                alike = [buffer for buffer in buffers if buffer.dtype is dtype]
+                flat = torch.cat([buffer.reshape(-1) for buffer in alike])
+                torch.distributed.broadcast(flat, src=0)
+                self.traffic.control += flat.nbytes
+                for buffer, part in zip(alike, flat.split([b.numel() for b in alike]), strict=True):
+                    buffer.copy_(part.view(buffer.shape))
+
+
+def _gradient_hook(engine: weakref.ref[Engine], flat: weakref.ref[Flat], index: int) -> Callable[[Tensor], None]:
+    """A hook that owns neither its engine nor its parameter: either would be a cycle the collector never frees."""
+
+    def hook(_: Tensor) -> None:
+        here, where = engine(), flat()
+        if here is not None and where is not None:
+            here._gradient_arrived(where, index)
+
+    return hook

@@ -1,0 +1,148 @@
+"""Tensors that are not there: what stands in for a released parameter, and for a gradient that lives in shards.
+
+Both keep shape, dtype and identity, so model summaries, optimizers and ``named_parameters`` work; both raise an error
+that says what to do as soon as somebody computes with them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["gradient_ghost", "is_gradient_ghost", "mark_released", "mark_whole", "nan_ghost"]
+
+_PROPERTIES = (
+    "device dtype grad grad_fn is_cpu is_cuda is_leaf is_meta is_mps is_nested is_quantized is_sparse is_sparse_csr "
+    "is_xpu itemsize layout names nbytes ndim output_nr requires_grad retains_grad shape _version _backward_hooks "
+    "_post_accumulate_grad_hooks"
+)
+_METHODS = (
+    "__hash__ __len__ dim element_size get_device is_complex is_contiguous is_floating_point nelement numel "
+    "register_hook register_post_accumulate_grad_hook requires_grad_ size stride"
+)
+
+
+def _allowed() -> frozenset[Any]:
+    """What may be asked of a tensor whose values are elsewhere: everything that reads no value."""
+    functions: set[Any] = set()
+    for name in _PROPERTIES.split():
+        descriptor = getattr(Tensor, name, None)
+        functions.update(getattr(descriptor, method, None) for method in ("__get__", "__set__", "__delete__"))
+    functions.update(getattr(Tensor, name, None) for name in _METHODS.split())
+    functions.update({torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel})
+    functions.update({torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like})
+    return frozenset(functions - {None})
+
+
+_ALLOWED = _allowed()
+
+
+class _Released(nn.Parameter):
+    """Mixed in front of a parameter's own class while its values are sharded."""
+
+    _paro_where: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ALLOWED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        culprit = next((a for a in _flatten((args, kwargs or {})) if isinstance(a, _Released)), None)
+        raise _error(culprit, getattr(func, "__name__", str(func)))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Parameter(released, shape={tuple(self.shape)}, dtype={self.dtype}, {self._paro_where})"
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise _error(self, "copy.deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise _error(self, "pickle")
+
+
+def _flatten(tree: Any) -> list[Any]:
+    if isinstance(tree, (list, tuple)):
+        return [leaf for item in tree for leaf in _flatten(item)]
+    if isinstance(tree, dict):
+        return [leaf for item in tree.values() for leaf in _flatten(item)]
+    return [tree]
+
+
+def _error(parameter: _Released | None, what: str) -> RuntimeError:
+    where = getattr(parameter, "_paro_where", "a parameter")
+    return RuntimeError(
+        f"{where} is released: its values are in shards on other ranks, so `{what}` cannot read or write them here. "
+        "HINT: on all ranks, wrap the code in `with trainer.strategy.full_parameters(module):`; changes are kept with "
+        "`writeback=True`."
+    )
+
+
+@functools.cache
+def _released_class(own: type) -> type:
+    return type(
+        f"Released{own.__name__}", (_Released,) if own is nn.Parameter else (_Released, own), {"_paro_own": own}
+    )
+
+
+def mark_released(parameter: nn.Parameter, where: str) -> None:
+    """Make ``parameter`` refuse to compute. ``where`` names it and its unit in the error."""
+    if not isinstance(parameter, _Released):
+        parameter.__class__ = _released_class(type(parameter))
+    parameter._paro_where = where
+
+
+def mark_whole(parameter: nn.Parameter) -> None:
+    """Give ``parameter`` its own class back."""
+    own = getattr(type(parameter), "_paro_own", None)
+    if own is not None:
+        parameter.__class__ = own
+        del parameter._paro_where
+
+
+def nan_ghost(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of ``shape`` that takes the memory of one element, NaN: the second line behind the class."""
+    fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), fill, dtype=dtype, device=device).expand(shape)
+
+
+class _GradientGhost(Tensor):
+    """Stands in ``parameter.grad`` while the gradient itself lies in the shards of all ranks."""
+
+    _paro_name: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ALLOWED or func in _GRADIENT_ALLOWED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        culprit = next((a for a in _flatten((args, kwargs or {})) if isinstance(a, _GradientGhost)), None)
+        name = getattr(culprit, "_paro_name", "a parameter")
+        raise RuntimeError(
+            f"the gradient of '{name}' lies in shards over the ranks, so `{getattr(func, '__name__', func)}` cannot "
+            "use it. HINT: `trainer.strategy.grad_norm()` gives the gradient norm, Trainer(gradient_clip_val=...) or "
+            "`self.clip_gradients(...)` clips, and `lightning_paro.state_access(trainer).trainable_shards()` hands out "
+            "the shards."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Gradient(sharded, shape={tuple(self.shape)}, dtype={self.dtype}, of '{self._paro_name}')"
+
+
+# What `zero_grad(set_to_none=True)` of torch and Lightning does before it drops a gradient.
+_GRADIENT_ALLOWED = frozenset({Tensor.detach_, Tensor.requires_grad_})
+
+
+def gradient_ghost(parameter: Tensor, name: str) -> Tensor:
+    """A stand-in for the gradient of ``parameter``: not None, of its shape and dtype, refusing to compute."""
+    values = nan_ghost(parameter.shape, parameter.dtype, parameter.device)
+    ghost: Tensor = values.as_subclass(_GradientGhost)
+    ghost._paro_name = name  # type: ignore[attr-defined]
+    return ghost
+
+
+def is_gradient_ghost(gradient: Tensor) -> bool:
+    """Whether a gradient is a stand-in made by :func:`gradient_ghost`."""
+    return isinstance(gradient, _GradientGhost)

@@ -1,0 +1,58 @@
+"""Modules that were built on the meta device get real tensors; only rank 0's values matter, they win."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+__all__ = ["has_meta_tensors", "materialize"]
+
+
+def has_meta_tensors(module: nn.Module) -> bool:
+    """Whether any parameter or buffer is on the meta device."""
+    return any(t.is_meta for t in (*module.parameters(), *module.buffers()))
+
+
+def materialize(module: nn.Module, initialize: bool) -> None:
+    """Replace meta tensors by host tensors, ties kept.
+
+    Args:
+        module: Changed in place.
+        initialize: Whether to fill them, by ``initialize_weights`` of transformers models and ``reset_parameters`` of
+            other modules; without it they hold whatever was in memory.
+
+    Raises:
+        TypeError: If a module with meta tensors has neither method.
+    """
+    if not has_meta_tensors(module):
+        return
+    real: dict[int, torch.Tensor] = {}
+    touched: list[nn.Module] = []
+    for child in module.modules():
+        tensors = {**child._parameters, **child._buffers}
+        meta = {name: t for name, t in tensors.items() if t is not None and t.is_meta}
+        for name, tensor in meta.items():
+            if id(tensor) not in real:
+                empty = torch.empty_like(tensor, device="cpu")
+                if isinstance(tensor, nn.Parameter):
+                    empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                real[id(tensor)] = empty
+            (child._parameters if name in child._parameters else child._buffers)[name] = real[id(tensor)]
+        if meta:
+            touched.append(child)
+    if not initialize:
+        return
+    pretrained = [m for m in module.modules() if hasattr(m, "initialize_weights") and hasattr(m, "tie_weights")]
+    inside = {id(child) for model in pretrained for child in model.modules()}
+    for model in pretrained:
+        model.initialize_weights()
+    for child in touched:
+        if id(child) in inside:
+            continue
+        reset = getattr(child, "reset_parameters", None)
+        if reset is None:
+            raise TypeError(
+                f"{type(child).__name__} was built on the meta device but has no reset_parameters() to initialise "
+                "itself. HINT: define reset_parameters, or build the module without the meta device."
+            )
+        reset()

@@ -1,0 +1,474 @@
+"""The Lightning Strategy: it brackets Lightning's hooks for the engine and decides nothing about sharding itself."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_paro.collectives import ProcessGroups
+from lightning_paro.sharding import Engine, load_optimizer_state_dict, optimizer_state_dict
+from lightning_paro.strategies._checks import check_placement, check_state_dict, check_trainer
+from lightning_paro.strategies._failure import FailureWatch
+from lightning_paro.strategies._materialize import has_meta_tensors, materialize
+from lightning_paro.strategies.precision import adopt, policy_for
+from lightning_paro.topology import Partition, Topology
+
+__all__ = ["ParoStrategy"]
+
+_live: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+"""Engines by the module they shard, so that a module left sharded by a failed run can be picked up again."""
+
+
+class ParoStrategy(ParallelStrategy):
+    """Data-parallel training with parameters, gradients and optimizer state each partitioned as it pays.
+
+    Reference: Zhang et al., "Rethinking Memory and Communication Costs for Efficient Data Parallel Training of Large
+    Language Models", NeurIPS 2024.
+
+    Args:
+        partition: Three letters for parameters, gradients and optimizer state: ``n`` whole on every rank, ``i``
+            partitioned inside a group, ``g`` partitioned globally. One of the 14 whose optimizer state is the finest.
+        group_size: Ranks per group; must divide the world size. None is the number of ranks of one host.
+        units: What is gathered together: ``"auto"`` (the repeated blocks of the model, the rest as units of their own),
+            a collection of module classes, or a callable that says which modules are units.
+        grad_dtype: Dtype of the gradient accumulator, ``"float32"`` or ``"bfloat16"``; None is the precision's own.
+        reduce_dtype: Wire dtype of gradients; None is the precision's own.
+        nonfinite: What a step does if a gradient is not finite on some rank: ``"propagate"`` it as DDP does,
+            ``"skip"`` the step on all ranks, or ``"raise"`` on all ranks.
+        timeout: How long a collective may wait.
+        start_method: How Lightning starts the processes: ``"popen"`` runs the script again, the others fork or spawn
+            (for notebooks and tests).
+        activation_checkpointing: Module classes whose activations are recomputed in backward (non-reentrant).
+        process_group_backend: ``"nccl"``, ``"gloo"`` or None for the device's default.
+        accelerator: As in Lightning's strategies.
+        parallel_devices: As in Lightning's strategies.
+        cluster_environment: As in Lightning's strategies.
+        checkpoint_io: As in Lightning's strategies.
+        precision_plugin: As in Lightning's strategies.
+
+    Raises:
+        ValueError: If an argument is not understood; each message says what is expected.
+
+    Example::
+
+        trainer = Trainer(strategy=ParoStrategy("iig", group_size=4), devices=8, precision="bf16-mixed")
+    """
+
+    def __init__(
+        self,
+        partition: str = "iig",
+        *,
+        group_size: int | None = None,
+        units: Literal["auto"] | list[type[nn.Module]] | set[type[nn.Module]] | Callable[[nn.Module], bool] = "auto",
+        grad_dtype: Literal["float32", "float64", "bfloat16"] | None = None,
+        reduce_dtype: Literal["float32", "float64", "bfloat16"] | None = None,
+        nonfinite: Literal["propagate", "skip", "raise"] = "propagate",
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        activation_checkpointing: type[nn.Module] | list[type[nn.Module]] | set[type[nn.Module]] | None = None,
+        process_group_backend: str | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self.partition = Partition.parse(partition)
+        self.group_size = group_size
+        self.num_nodes = 1
+        _one_of("nonfinite", nonfinite, ("propagate", "skip", "raise"))
+        _one_of("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
+        self._units = units
+        self._grad_dtype = grad_dtype
+        self._reduce_dtype = reduce_dtype
+        self._nonfinite = nonfinite
+        self._timeout = timeout
+        self._start_method = start_method
+        self._checkpointed = _as_classes("activation_checkpointing", activation_checkpointing)
+        self._process_group_backend = process_group_backend
+        self._groups: ProcessGroups | None = None
+        self._engine: Engine | None = None
+        self._trained: Engine | None = None  # whose optimizers these are; a later validate has an engine of its own
+        self._watch: FailureWatch | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._failed = False
+        self._runs = 0
+
+    # ---- what the user may ask ------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the current run.
+
+        Raises:
+            RuntimeError: Outside of fit, validate, test and predict.
+        """
+        if self._engine is None:
+            raise RuntimeError(
+                "the model is not sharded yet. HINT: this is available from `on_fit_start` on, inside a run of the "
+                "Trainer."
+            )
+        return self._engine
+
+    def grad_norm(self, optimizer: Optimizer | None = None) -> Tensor:
+        """The 2-norm of the gradient of all parameters, the same on all ranks. Collective: call it on every rank.
+
+        Callable from ``on_before_optimizer_step`` on, until gradients are cleared.
+
+        Args:
+            optimizer: Only the parameters of this optimizer; None for all.
+
+        Returns:
+            A scalar tensor.
+        """
+        return self.engine.grad_norm(optimizer)
+
+    @contextmanager
+    def full_parameters(self, module: nn.Module | None = None, writeback: bool = False) -> Generator[None]:
+        """Whole parameter values on every rank inside the context. Collective: enter it on every rank.
+
+        Args:
+            module: Only the parameters of this submodule; None for all.
+            writeback: Keep the changes rank 0 made.
+        """
+        with self.engine.full_parameters(module, writeback):
+            yield
+
+    # ---- ranks and processes --------------------------------------------------------------------------------
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning injects a DistributedSampler and syncs metrics only for strategies that say this."""
+        return True
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this host."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """The backend of the process groups."""
+        return self._process_group_backend
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self._start_method == "popen":
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        topology = Topology(self.world_size, self.group_size or self.num_processes)
+        if self._process_group_backend is None:
+            self._process_group_backend = _get_default_process_group_backend_for_device(self.root_device)
+        assert self.cluster_environment is not None
+        device = self.root_device if self.root_device.type != "cpu" else None
+        _init_dist_connection(
+            self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device
+        )
+        warning = check_placement(topology.group_size, self.num_processes, self.num_nodes)
+        if warning:
+            rank_zero_warn(warning)
+        self._groups = ProcessGroups.create(topology, self._timeout)
+        self._failed = False
+        self._runs += 1
+        if topology.world_size > 1:
+            self._watch = FailureWatch(self.global_rank, self._runs)
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment, and everything that prints on rank 0 only, who this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+
+    # ---- set-up and teardown --------------------------------------------------------------------------------
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin if self._precision_plugin is not None else Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else adopt(plugin)
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None]:
+        # on the host: the engine moves one unit at a time to the device
+        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    def model_to_device(self) -> None:
+        """Move buffers and metric states; parameters are moved, flat by flat, when they are sharded."""
+        assert self.model is not None
+        device = self.root_device
+        self.model._apply(lambda t: t if isinstance(t, nn.Parameter) else t.to(device))
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        assert self._groups is not None
+        module: LightningModule = self.lightning_module
+        check_trainer(trainer, module)
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn is TrainerFn.FITTING
+        stale = _live.pop(module, None)
+        if stale is not None:
+            stale.close()
+        materialize(module, initialize=self.global_rank == 0)
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(module)
+        self.model = self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        self._checkpoint_activations(module)
+        self._engine = Engine(
+            module,
+            self.partition,
+            self._groups,
+            policy=policy_for(self.precision_plugin, self._grad_dtype, self._reduce_dtype),
+            units=self._units,
+            device=self.root_device,
+            nonfinite=self._nonfinite,
+        )
+        _live[module] = self._engine
+        self.precision_plugin.engine = self._engine  # type: ignore[attr-defined]
+        if trainer.state.stage is not None and self._runs == 1:
+            self._say_what_runs()
+        if fitting:
+            self.setup_optimizers(trainer)
+            self._trained = self._engine
+            for optimizer in self.optimizers:
+                self._engine.attach(optimizer)
+        self.setup_precision_plugin()
+
+    def _say_what_runs(self) -> None:
+        engine = self.engine
+        line = engine.topology.explain(self.partition, engine.model_state_bytes())
+        if line:
+            rank_zero_info(line)
+        frozen = engine.rounded_frozen()
+        if frozen:
+            rank_zero_info(f"{frozen:,} frozen parameters are kept in the compute dtype {engine.policy.param_dtype}.")
+
+    def _checkpoint_activations(self, module: nn.Module) -> None:
+        if not self._checkpointed:
+            return
+        chosen = [child for child in module.modules() if isinstance(child, self._checkpointed)]
+        if not chosen:
+            names = ", ".join(kind.__name__ for kind in self._checkpointed)
+            raise ValueError(
+                f"activation_checkpointing={names} selects no module of {type(module).__name__}. HINT: name the class of "
+                "the model's repeated block."
+            )
+        for child in chosen:
+            child.forward = _recomputed(child.forward)
+            self._undo.append(lambda child=child: child.__dict__.pop("forward", None))  # type: ignore[misc]
+
+    @override
+    def teardown(self) -> None:
+        if self._watch is not None and not self._failed:
+            self._watch.stop()
+        module = self.lightning_module
+        if self._engine is not None and module is not None and module in _live:
+            if self._failed:  # the other ranks may be gone: no collective
+                self._engine.abandon()
+            else:
+                self._engine.close()
+                del _live[module]
+        while self._undo:
+            self._undo.pop()()
+        fitting = module is not None and module._trainer is not None and module.trainer.state.fn is TrainerFn.FITTING
+        if fitting and self._layer_sync and self.model is not None:
+            self.model = self._layer_sync.revert(self.model)
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        if not self._failed:
+            _states_to_host(self.optimizers)
+            if module is not None:
+                module.cpu()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+        if self._watch is not None:
+            self._watch.publish(exception)
+
+    # ---- brackets -------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        engine = self.engine
+        assert self.lightning_module is not None
+        engine.step_begin()
+        try:
+            output = super().training_step(*args, **kwargs)
+        except BaseException:
+            engine.abort()
+            raise
+        engine.step_end(backward_follows=self.lightning_module.automatic_optimization)
+        return output
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self.engine.backward_begin()
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        self.engine.backward_end()
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None]:
+        """Backwards inside the context only accumulate, at the rung of the gradients."""
+        engine = self.engine
+        previous, engine.sync_gradients = engine.sync_gradients, False
+        try:
+            yield
+        finally:
+            engine.sync_gradients = previous
+
+    @override
+    def on_validation_start(self) -> None:
+        self.engine.hold()  # ranks may run different numbers of forwards: generate(), uneven batches
+
+    @override
+    def on_validation_end(self) -> None:
+        self.engine.let_go()
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+
+    # ---- collectives of the Trainer -------------------------------------------------------------------------
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not _distributed_is_initialized():
+            return obj
+        box = [obj]
+        torch.distributed.broadcast_object_list(box, src)
+        return box[0]
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if not _distributed_is_initialized():
+            return
+        on_gpu = self.root_device.type == "cuda" and self._process_group_backend == "nccl"
+        torch.distributed.barrier(device_ids=[self.root_device.index] if on_gpu else None)
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole model's state on rank 0, on the host, in the dtype of a single process; empty elsewhere."""
+        assert self.lightning_module is not None
+        if self.lightning_module not in _live:
+            return self.lightning_module.state_dict() if self.is_global_zero else {}
+        with self.engine.lent_to_rank_zero() as here:
+            return self.lightning_module.state_dict() if here else {}
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole optimizer's state on rank 0, as in a single process; empty elsewhere."""
+        assert self._trained is not None
+        return optimizer_state_dict(self._trained, optimizer)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        if has_meta_tensors(self.lightning_module):
+            materialize(self.lightning_module, initialize=True)
+        check_state_dict(self.lightning_module, checkpoint["state_dict"], strict)
+        super().load_model_state_dict(checkpoint, strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_optimizer_state_dict(self.engine, optimizer, state)
+
+
+def _one_of(argument: str, value: object, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise ValueError(f"{argument}={value!r} is not understood: expected one of {', '.join(map(repr, valid))}.")
+
+
+def _as_classes(argument: str, value: Any) -> tuple[type[nn.Module], ...]:
+    classes = () if value is None else (value,) if isinstance(value, type) else tuple(value)
+    if not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in classes):
+        raise ValueError(f"{argument}={value!r} must name subclasses of torch.nn.Module and nothing else.")
+    return classes
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return checkpointed
+
+
+def _states_to_host(optimizers: list[Optimizer]) -> None:
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    state[key] = value.cpu()

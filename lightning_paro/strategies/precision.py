@@ -1,0 +1,142 @@
+"""Precision, decided in one place: Lightning's plugin on one side, the engine's dtypes on the other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from lightning_paro.sharding import PrecisionPolicy
+
+if TYPE_CHECKING:
+    from lightning_paro.sharding import Engine
+
+__all__ = ["adopt", "policy_for"]
+
+_SUPPORTED = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed")
+
+
+class _Sharded(Precision):
+    """What the sharded precision plugins share: clipping by the norm of the whole gradient, not of a shard."""
+
+    engine: Engine | None = None
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Scale the gradients of ``optimizer`` so that their norm over all ranks is at most ``clip_val``."""
+        assert self.engine is not None
+        norm = self.engine.grad_norm(optimizer)
+        gradients = [p.grad for p in self.main_params(optimizer) if p.grad is not None]
+        if gradients:
+            scale = (clip_val / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+
+
+class _Full(_Sharded):
+    pass
+
+
+class _Double(_Sharded, DoublePrecision):
+    pass
+
+
+class _Half(_Sharded, HalfPrecision):
+    pass
+
+
+class _Mixed(_Sharded, MixedPrecision):
+    pass
+
+
+class _Scaler(GradScaler):
+    """A gradient scaler whose non-finite flag is that of any rank, so that all ranks step or none does."""
+
+    plugin: _Sharded
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        flags = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        flag = next(iter(flags.values())) if flags else torch.zeros_like(found_inf)
+        if self.plugin.engine is not None and self.plugin.engine.topology.world_size > 1:
+            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+        return {flag.device: flag}
+
+
+def adopt(plugin: Precision) -> _Sharded:
+    """The sharded counterpart of one of Lightning's precision plugins.
+
+    Raises:
+        ValueError: If the precision is not in the table of docs/paro.md, by name.
+    """
+    if isinstance(plugin, _Sharded):
+        return plugin
+    name = getattr(plugin, "precision", None)
+    kind = type(plugin)
+    if kind is Precision:
+        return _Full()
+    if kind is DoublePrecision:
+        return _Double()
+    if kind is HalfPrecision and name == "bf16-true":
+        return _Half("bf16-true")
+    if kind is MixedPrecision and name == "bf16-mixed":
+        return _Mixed("bf16-mixed", plugin.device)
+    if kind is MixedPrecision and name == "16-mixed":
+        return _with_scaler(plugin)
+    raise ValueError(
+        f"ParoStrategy does not support precision {name!r} ({kind.__name__}); expected one of {', '.join(_SUPPORTED)}. "
+        "HINT: on recent GPUs use precision='bf16-mixed'."
+    )
+
+
+def _with_scaler(plugin: MixedPrecision) -> _Mixed:
+    given = plugin.scaler
+    scaler = _Scaler(plugin.device)
+    if given is not None:
+        scaler.load_state_dict(given.state_dict() or scaler.state_dict())
+    mixed = _Mixed("16-mixed", plugin.device, scaler)
+    scaler.plugin = mixed
+    return mixed
+
+
+def policy_for(plugin: Precision, grad_dtype: Any = None, reduce_dtype: Any = None) -> PrecisionPolicy:
+    """The engine's dtypes for a precision plugin.
+
+    Args:
+        plugin: A plugin made by :func:`adopt`.
+        grad_dtype: Dtype of the gradient accumulator, ``"float32"`` or ``"bfloat16"``; None is the table's.
+        reduce_dtype: Wire dtype of gradients inside and between groups; None is the table's.
+
+    Raises:
+        ValueError: If a dtype does not fit the precision.
+    """
+    name = str(plugin.precision)
+    accumulator = _dtype("grad_dtype", grad_dtype, name)
+    wire = _dtype("reduce_dtype", reduce_dtype, name)
+    compute = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(name)
+    inter = wire or (torch.float32 if name == "16-mixed" else None)
+    return PrecisionPolicy(compute, compute is not None, accumulator, wire, inter)
+
+
+_FITTING: dict[str, tuple[str, ...]] = {
+    "32-true": ("float32",),
+    "64-true": ("float64",),
+    "16-mixed": ("float32",),
+}
+
+
+def _dtype(argument: str, value: Any, precision: str) -> torch.dtype | None:
+    if value is None:
+        return None
+    name = str(value).removeprefix("torch.")
+    fitting = _FITTING.get(precision, ("float32", "bfloat16"))
+    if name not in fitting:
+        raise ValueError(
+            f"{argument}={name!r} does not fit precision {precision!r}: expected {' or '.join(map(repr, fitting))}. "
+            f"HINT: leave {argument} out to get the default of the precision table."
+        )
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
