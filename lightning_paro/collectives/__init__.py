@@ -2,5 +2,6 @@
 
 from lightning_paro.collectives._groups import ProcessGroups
 from lightning_paro.collectives._ladder import Ladder, Traffic
+from lightning_paro.collectives._progress import Place, Progress
 
-__all__ = ["Ladder", "ProcessGroups", "Traffic"]
+__all__ = ["Ladder", "Place", "ProcessGroups", "Progress", "Traffic"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from lightning_paro.collectives._progress import Progress
 from lightning_paro.topology import Topology
 
 __all__ = ["ProcessGroups"]
@@ -27,6 +28,7 @@ class ProcessGroups:
     intra_reduce: dist.ProcessGroup | None
     inter: dist.ProcessGroup | None
     control: dist.ProcessGroup | None
+    progress: Progress = field(default_factory=Progress, compare=False)
 
     @classmethod
     def create(cls, topology: Topology, timeout: timedelta | None = None) -> ProcessGroups:

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_paro.collectives import ProcessGroups
+from lightning_paro.topology import Partition
 
-__all__ = ["agree", "check_same_model", "describe_model", "maximum"]
+__all__ = ["agree", "check_same_model", "describe_model", "different_paths", "maximum"]
 
 T = TypeVar("T")
 
@@ -41,7 +42,8 @@ def agree(groups: ProcessGroups, what: str, make: Callable[[], T]) -> list[T]:
     everyone: list[Any] = [(report, result)]
     if groups.control is not None:
         everyone = [None] * groups.topology.world_size
-        dist.all_gather_object(everyone, (report, result), group=groups.control)
+        with groups.progress.enter(what):
+            dist.all_gather_object(everyone, (report, result), group=groups.control)
     if error is not None:
         raise error
     failed = [(rank, text) for rank, (text, _) in enumerate(everyone) if text is not None]
@@ -51,10 +53,11 @@ def agree(groups: ProcessGroups, what: str, make: Callable[[], T]) -> list[T]:
     return [result for _, result in everyone]
 
 
-def maximum(groups: ProcessGroups, values: Tensor) -> Tensor:
-    """The elementwise maximum of an integer host tensor over all ranks, in place."""
+def maximum(groups: ProcessGroups, values: Tensor, what: str) -> Tensor:
+    """The elementwise maximum of an integer host tensor over all ranks, in place; ``what`` says what it is for."""
     if groups.control is not None:
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=groups.control)
+        with groups.progress.enter(what):
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=groups.control)
     return values
 
 
@@ -93,6 +96,24 @@ def check_same_model(descriptions: list[dict[str, Any]]) -> None:
     raise ValueError(
         f"the ranks do not agree on the model ({len(lines)} differences):\n{shown}\n"
         "HINT: build the same model on every rank; only values may differ, rank 0's are used."
+    )
+
+
+def different_paths(paths: list[list[str]], partition: Partition) -> RuntimeError:
+    """The error for ranks that did not gather the same units; ``paths`` are the units each gathered, in order."""
+    lines = []
+    for unit in dict.fromkeys(unit for path in paths for unit in path):
+        counts: dict[int, list[int]] = {}
+        for rank, path in enumerate(paths):
+            counts.setdefault(path.count(unit), []).append(rank)
+        if len(counts) > 1:
+            times = ", ".join(f"{count} times on {_ranks(ranks)}" for count, ranks in counts.items())
+            lines.append(f"  unit '{unit}': {times}")
+    shown = "\n".join(lines[:8] or ["  the same units in another order"])
+    return RuntimeError(
+        f"with partitioned parameters (p={partition.p.name}) every rank must run the same units in the same order, but "
+        f"these were gathered differently:\n{shown}\n"
+        "HINT: make the choice of layers the same on all ranks, or use a strategy with p=N such as paro_nig."
     )
 
 

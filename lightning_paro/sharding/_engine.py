@@ -5,13 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_paro.collectives import Ladder, ProcessGroups, Traffic
-from lightning_paro.sharding._consensus import agree, check_same_model, describe_model, maximum
+from lightning_paro.sharding._consensus import agree, check_same_model, describe_model, different_paths, maximum
+from lightning_paro.sharding._evaluation import Evaluation
 from lightning_paro.sharding._flat import Flat
 from lightning_paro.sharding._optimizer import OptimizerShards, swap
 from lightning_paro.sharding._policy import PrecisionPolicy
@@ -21,13 +22,15 @@ from lightning_paro.topology import Granularity, Partition
 
 __all__ = ["Engine"]
 
+T = TypeVar("T")
+
 
 class Engine:
     """Shards a module by a partition and trains it, from rank 0's values.
 
     The caller brackets its work: :meth:`step_begin` and :meth:`step_end` around a training step,
-    :meth:`backward_begin` and :meth:`backward_end` around a backward, :meth:`hold` around an evaluation loop. The
-    optimizers given to :meth:`attach` step on shards by themselves.
+    :meth:`backward_begin` and :meth:`backward_end` around a backward, and those of :attr:`evaluation` around a loop
+    without training. The optimizers given to :meth:`attach` step on shards by themselves.
 
     Args:
         module: The module, whole on rank 0; other ranks need the same names, shapes and dtypes only.
@@ -67,6 +70,8 @@ class Engine:
         """Whether the next backward is a boundary, see :meth:`backward_begin`."""
         self._in_step = self._in_backward = self._rest_is_held = False
         self._hooked: dict[int, Any] = {}
+        self._queue: list[Flat] = []
+        self._reduced: list[Flat] = []
         self._path: list[int] = []  # units gathered since the last boundary: the same on all ranks of a group
 
         specs: list[UnitSpec] = []
@@ -96,6 +101,7 @@ class Engine:
         self.where: dict[int, tuple[Flat, int]] = {
             id(slot.parameter): (flat, index) for flat in self.flats for index, slot in enumerate(flat.slots)
         }
+        self.evaluation = Evaluation(self.units, self._rest, groups)
         self._sync_buffers(list(module.buffers()))
         self._install_gradient_hooks()
         self.traffic.reset()
@@ -119,7 +125,7 @@ class Engine:
             backward_follows: Whether a backward will still come (automatic optimization); the rest then stays whole
                 until that is over.
         """
-        self._in_step = backward_follows
+        self._in_step = False
         if not backward_follows:
             self._let_rest_go()
 
@@ -136,7 +142,7 @@ class Engine:
             flat.expect()
         self._is_boundary = self.sync_gradients
         # In a fixed order, whatever becomes ready first: ranks whose batches use other parameters stay in step.
-        self._queue = [flat for flat in reversed(self.flats) if flat.pending or (self._is_boundary and flat.is_open)]
+        self._queue = [flat for flat in reversed(self.flats) if flat.pending or (self._is_boundary and flat.open)]
         self._reduced = list(self._queue)
 
     def backward_end(self) -> None:
@@ -154,16 +160,6 @@ class Engine:
     def abort(self) -> None:
         """Something was raised inside a step: release everything, so that the next step starts clean."""
         self._reset()
-
-    def hold(self) -> None:
-        """All units whole until :meth:`let_go`: ranks may then run any number of forwards. Collective."""
-        for unit in self.units:
-            unit.hold()
-
-    def let_go(self) -> None:
-        """End one :meth:`hold`."""
-        for unit in self.units:
-            unit.let_go()
 
     @contextmanager
     def full_parameters(self, module: nn.Module | None = None, writeback: bool = False) -> Iterator[None]:
@@ -231,9 +227,18 @@ class Engine:
             self.traffic.control += value.nbytes
         return value
 
+    def agree(self, what: str, make: Callable[[], T]) -> list[T]:
+        """Everybody's result of ``make``, by rank; if it raises on one rank, all raise. Collective, on the host."""
+        return agree(self.groups, what, make)
+
+    def maximum(self, values: Tensor, what: str) -> Tensor:
+        """The elementwise maximum of an integer host tensor over all ranks, in place. Collective, on the host."""
+        self.traffic.control += values.nbytes
+        return maximum(self.groups, values, what)
+
     def any_rank(self, flag: bool) -> bool:
-        """Whether ``flag`` is set on any rank."""
-        return bool(maximum(self.groups, torch.tensor([int(flag)])).item())
+        """Whether ``flag`` is set on any rank. Collective, on the host."""
+        return bool(self.maximum(torch.tensor([int(flag)]), "comparing flags").item())
 
     def model_state_bytes(self) -> int:
         """What the formula says this rank's model state takes, with Adam (PaRO, section 5)."""
@@ -309,11 +314,14 @@ class Engine:
     # ---- inside ---------------------------------------------------------------------------------------------
 
     def _on_gather(self, unit: Unit) -> None:
-        self._path.append(unit.index)
+        if self.evaluation.is_joint:
+            self.evaluation.gather(unit)
+        else:
+            self._path.append(unit.index)
 
     def _reset(self) -> None:
         self._in_step = self._in_backward = False
-        self._queue: list[Flat] = []
+        self._queue = []
         for flat in self.flats:
             flat.reset()
         for unit in self.units:
@@ -362,35 +370,16 @@ class Engine:
         digest = hash(tuple(self._path)) >> 1
         here = len(slots) + 2 * (group if self.partition.p is Granularity.I else 0)
         values[here], values[here + 1] = digest, -digest
-        maximum(self.groups, values)
-        if self.groups.control is not None:
-            self.traffic.control += values.nbytes
+        self.maximum(values, "agreeing on the gradients of a backward")
         for position in range(len(slots), len(values), 2):
             if values[position] != -values[position + 1]:
-                self._report_paths()
+                names = self.agree("comparing the units that ran", lambda: [self.units[i].name for i in self._path])
+                raise different_paths(names, self.partition)
         self._path.clear()
         position = 0
         for flat in self._reduced:
             flat.expose(i for i in range(len(flat.slots)) if values[position + i] > 0)
             position += len(flat.slots)
-
-    def _report_paths(self) -> None:
-        paths = agree(self.groups, "comparing the units that ran", lambda: [self.units[i].name for i in self._path])
-        lines = []
-        for unit in self.units:
-            counts: dict[int, list[int]] = {}
-            for rank, path in enumerate(paths):
-                counts.setdefault(path.count(unit.name), []).append(rank)
-            if len(counts) > 1:
-                lines.append(
-                    f"  unit '{unit.name}': " + ", ".join(f"{c} times on ranks {r}" for c, r in counts.items())
-                )
-        raise RuntimeError(
-            f"with parameters partitioned (p={self.partition.p.name}) every rank must run the same units in the same "
-            "order, but these were gathered a different number of times:\n"
-            + "\n".join(lines[:8] or ["  (other order)"])
-            + "\nHINT: make the choice of layers the same on all ranks, or use a strategy with p=N such as paro_nig."
-        )
 
     def _persistent_buffers(self) -> list[Tensor]:
         """Buffers that a checkpoint keeps, running statistics among them; the others are constants."""

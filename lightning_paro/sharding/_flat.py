@@ -45,7 +45,7 @@ class Slot:
     @property
     def is_empty(self) -> bool:
         """Whether this rank's optimizer shard holds nothing of the parameter."""
-        return self.shard.start == self.shard.stop
+        return bool(self.shard.start == self.shard.stop)
 
 
 class Flat:
@@ -73,6 +73,7 @@ class Flat:
         self.partition = partition
         self.policy = policy
         self.ladder = ladder
+        self._progress = ladder.groups.progress.enter
         self.device = device
         self.own_dtype = parameters[0][1].dtype
         self.dtype = policy.compute_dtype(self.own_dtype)
@@ -97,10 +98,11 @@ class Flat:
         self.staging: Tensor | None = None  # this micro-batch's own gradient, whole
         self.accumulator: Tensor | None = None  # at rung g
         self.gradient: Tensor | None = None  # at rung os
-        self.is_open = False  # micro-batches are accumulated at g that no boundary has taken down to os
+        self.open: set[int] = set()  # slots with something at g that no boundary has taken down to os, on some rank
         self.touched: set[int] = set()  # slots whose gradient arrived on this rank since the last boundary
         self.used: set[int] = set()  # slots with a gradient at os, the same on all ranks
         self.pending = 0
+        self._expected: set[int] = set()
         self._arrived: set[int] = set()
 
     def _slot(self, name: str, parameter: nn.Parameter, start: int) -> Slot:
@@ -160,7 +162,8 @@ class Flat:
             return
         with torch.inference_mode(False), torch.no_grad():
             self.whole.untyped_storage().resize_(self._storage_bytes)
-            self.ladder.climb(self.shard, self.partition.p, self.whole, N)
+            with self._progress(f"gathering unit '{self.unit}'"):
+                self.ladder.climb(self.shard, self.partition.p, self.whole, N)
         self.is_whole = True
         self.attach()
 
@@ -183,18 +186,24 @@ class Flat:
             here = self._os_view()
             if self.master.data_ptr() != here.data_ptr():
                 here.copy_(self.master)
-            self.ladder.climb(here, self.partition.os, self.shard, self.partition.p)
-            if self.is_whole and self.partition.p is not N:
-                self.ladder.climb(self.shard, self.partition.p, self.whole, N)
+            with self._progress(f"updating unit '{self.unit}' after a step"):
+                self.ladder.climb(here, self.partition.os, self.shard, self.partition.p)
+                if self.is_whole and self.partition.p is not N:
+                    self.ladder.climb(self.shard, self.partition.p, self.whole, N)
         for slot in self.slots:  # as an in-place update would: a graph that saved the old values must not be used
             torch.autograd.graph.increment_version(slot.parameter)
 
     def overwrite(self, whole: Tensor) -> None:
-        """Make the shards those of ``whole``, the same flat values on every rank, in any floating dtype."""
+        """Make the shards those of ``whole``, the same flat values on every rank, in any floating dtype.
+
+        A master keeps what ``whole`` only repeats in a narrower dtype.
+        """
         with torch.no_grad():
-            self.shard.copy_(whole[self._p_slice])
             if self.master.data_ptr() != self._os_view().data_ptr():
-                self.master.copy_(whole[self._os_slice])
+                part = whole[self._os_slice]
+                changed = part != self.master.to(whole.dtype)
+                self.master.copy_(torch.where(changed, part.to(self.master.dtype), self.master))
+            self.shard.copy_(whole[self._p_slice])
             if self.is_whole and self.partition.p is not N:
                 self.whole.copy_(whole)
 
@@ -250,12 +259,19 @@ class Flat:
     def entry(self, index: int) -> nn.Parameter | None:
         """What the optimizer holds in place of a parameter: its slice of the os shard, or None if that is empty."""
         if self.entries[index] is None and not self.slots[index].is_empty:
-            if not self.trainable:  # unfrozen after setup: it needs a master like the rest
-                self.trainable = True
-                if self.has_master:
-                    self.master = self._os_view().to(self.master_dtype)
             self.entries[index] = nn.Parameter(self._os_part(self.master, index))
         return self.entries[index]
+
+    def unfreeze(self) -> None:
+        """Frozen at setup, trained now: it gets a master like the rest, on all ranks, even those it has no slice on."""
+        if self.trainable:
+            return
+        self.trainable = True
+        if self.has_master:
+            self.master = self._os_view().to(self.master_dtype)
+            for index, entry in enumerate(self.entries):
+                if entry is not None:
+                    entry.data = self._os_part(self.master, index)
 
     def _os_part(self, shard: Tensor, index: int) -> Tensor:
         slot = self.slots[index]
@@ -267,7 +283,10 @@ class Flat:
     def expect(self) -> None:
         """Start of a backward: count the gradients that will arrive."""
         self._arrived.clear()
-        self.pending = sum(slot.parameter.requires_grad for slot in self.slots)
+        self._expected = {index for index, slot in enumerate(self.slots) if slot.parameter.requires_grad}
+        self.pending = len(self._expected)
+        if self.pending:
+            self.unfreeze()
 
     def arrive(self, index: int) -> None:
         """Take the gradient autograd left on a parameter, divided by the number of ranks."""
@@ -298,7 +317,7 @@ class Flat:
 
     def reduce(self, sync: bool) -> None:
         """Bring this micro-batch's gradient down to rung g and, at a boundary, all that is there down to rung os."""
-        with torch.no_grad():
+        with torch.no_grad(), self._progress(f"reducing the gradient of unit '{self.unit}'"):
             g, os = self.partition.g, self.partition.os
             wires = {
                 "intra_dtype": self.policy.intra_dtype or self.dtype,
@@ -306,7 +325,7 @@ class Flat:
             }
             if g is N:
                 if not sync:
-                    self.is_open = True
+                    self.open |= self._expected
                     return
                 dtype = self.policy.accumulator_dtype or self.master_dtype
                 piece = (
@@ -320,10 +339,10 @@ class Flat:
                     piece = self.accumulator.add_(piece)
                 if not sync:
                     self.accumulator = piece.to(self.policy.accumulator_dtype or self.master_dtype)
-                    self.is_open = True
+                    self.open |= self._expected
                     return
             self.accumulator = None
-            self.is_open = False
+            self.open.clear()
             total = self.ladder.descend(piece, g, os, sync=True, **wires).to(self.master_dtype)
             self.gradient = total if self.gradient is None else self.gradient.add_(total)
 
@@ -363,8 +382,8 @@ class Flat:
         entry = self.entries[index]
         if entry is None or entry.grad is None or shown.data_ptr() != entry.grad.data_ptr():
             raise RuntimeError(
-                f"a gradient was assigned to parameter '{self.slots[index].name}', but the optimizer works on shards and "
-                "would not see it. HINT: change gradients through "
+                f"a gradient was assigned to parameter '{self.slots[index].name}', but the optimizer works on shards "
+                "and would not see it. HINT: change gradients through "
                 "`lightning_paro.state_access(trainer).trainable_shards()`, or give the loss another form."
             )
 
@@ -386,9 +405,9 @@ class Flat:
                 entry.grad = None
         self.used -= indices
         self.touched -= indices
-        if len(indices) == len(self.slots) or not (self.used or self.touched or self.is_open):
+        self.open -= indices
+        if not (self.used or self.open):
             self.accumulator = self.gradient = None
-            self.is_open = False
             return
         for index in indices:
             slot = self.slots[index]

@@ -53,7 +53,7 @@ class _Released(nn.Parameter):
         culprit = next((a for a in _flatten((args, kwargs or {})) if isinstance(a, _Released)), None)
         raise _error(culprit, getattr(func, "__name__", str(func)))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter(released, shape={tuple(self.shape)}, dtype={self.dtype}, {self._paro_where})"
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
@@ -91,7 +91,7 @@ def mark_released(parameter: nn.Parameter, where: str) -> None:
     """Make ``parameter`` refuse to compute. ``where`` names it and its unit in the error."""
     if not isinstance(parameter, _Released):
         parameter.__class__ = _released_class(type(parameter))
-    parameter._paro_where = where
+    parameter._paro_where = where  # type: ignore[attr-defined]
 
 
 def mark_whole(parameter: nn.Parameter) -> None:
@@ -99,7 +99,7 @@ def mark_whole(parameter: nn.Parameter) -> None:
     own = getattr(type(parameter), "_paro_own", None)
     if own is not None:
         parameter.__class__ = own
-        del parameter._paro_where
+        del parameter._paro_where  # type: ignore[attr-defined]
 
 
 def nan_ghost(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -127,7 +127,7 @@ class _GradientGhost(Tensor):
             "the shards."
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Gradient(sharded, shape={tuple(self.shape)}, dtype={self.dtype}, of '{self._paro_name}')"
 
 

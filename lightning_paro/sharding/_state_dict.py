@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_paro.sharding._consensus import agree
+from lightning_paro.sharding._elementwise import ELEMENTWISE, STATE_SCALARS
 from lightning_paro.sharding._engine import Engine
 from lightning_paro.sharding._flat import Flat
 from lightning_paro.sharding._optimizer import OptimizerShards, part_of_state
@@ -29,38 +31,16 @@ def optimizer_state_dict(engine: Engine, optimizer: torch.optim.Optimizer) -> di
     """
     shards = engine.shards_of(optimizer)
     here = engine.groups.rank == 0
-    if engine.partition.os is Granularity.N:
-        return _to_host(shards.optimizer.state_dict()) if here else {}
-
-    members = list(shards.members())
-    kinds = agree(engine.groups, "saving the optimizer", lambda: [_kinds(shards, *member) for member in members])
-    merged = [next((kind for kind in kind_by_rank if kind), {}) for kind_by_rank in zip(*kinds, strict=True)]
-    state: dict[int, dict[str, Any]] = {
-        number: {key: None if isinstance(value, torch.dtype) else value for key, value in kind.items()}
-        for number, kind in enumerate(merged)
-        if kind
-    }
-    for flat in shards.flats():
-        numbers = {index: number for number, (owner, index) in enumerate(members) if owner is flat}
-        keys = {
-            key: value for n in numbers.values() for key, value in merged[n].items() if isinstance(value, torch.dtype)
-        }
-        for key, dtype in keys.items():
-            whole = flat.expand(_collect(shards, flat, key, dtype))
-            if here:
-                for index, number in numbers.items():
-                    if key in state.get(number, {}):
-                        slot = flat.slots[index]
-                        part = whole[slot.start : slot.start + slot.numel]
-                        state[number][key] = part.to("cpu", copy=True).view(slot.shape)
+    state = _own(shards) if engine.partition.os is Granularity.N else _gathered(engine, shards, here)
     if not here:
         return {}
+    state |= {key: _to_host(value) for key, value in shards.optimizer.state.items() if not isinstance(key, Tensor)}
     groups, start = [], 0
     for live, group in zip(shards.optimizer.param_groups, shards.groups, strict=True):
-        numbers_here = list(range(start, start + len(group)))
-        groups.append({**{k: v for k, v in live.items() if k != "params"}, "params": numbers_here})
+        numbers = list(range(start, start + len(group)))
+        groups.append({**_to_host({k: v for k, v in live.items() if k != "params"}), "params": numbers})
         start += len(group)
-    return {"state": state, "param_groups": groups}
+    return {**shards.optimizer.state_dict(), "state": state, "param_groups": groups}
 
 
 def load_optimizer_state_dict(engine: Engine, optimizer: torch.optim.Optimizer, full: Mapping[str, Any]) -> None:
@@ -72,7 +52,7 @@ def load_optimizer_state_dict(engine: Engine, optimizer: torch.optim.Optimizer, 
         full: What :func:`optimizer_state_dict`, or the optimizer in one process, returned.
 
     Raises:
-        ValueError: If the state is of an optimizer with other param groups.
+        ValueError: If the state is of an optimizer with other param groups, or of other parameters.
     """
     shards = engine.shards_of(optimizer)
     have = [len(group) for group in shards.groups]
@@ -82,7 +62,7 @@ def load_optimizer_state_dict(engine: Engine, optimizer: torch.optim.Optimizer, 
             f"the checkpoint's {type(shards.optimizer).__name__} has param groups of {given} parameters, this one of "
             f"{have}. HINT: build the same param groups as in the run that was saved, or load only the weights."
         )
-    state: dict[int, dict[str, Any]] = {}
+    state: dict[Any, Any] = {key: value for key, value in full["state"].items() if not isinstance(key, int)}
     groups: list[dict[str, Any]] = []
     local = 0
     for saved, members in zip(full["param_groups"], shards.groups, strict=True):
@@ -92,23 +72,83 @@ def load_optimizer_state_dict(engine: Engine, optimizer: torch.optim.Optimizer, 
                 continue
             if number in full["state"]:
                 values = full["state"][number]
+                _check_shapes(shards, flat, index, values)
                 state[local] = {key: part_of_state(key, value, flat, index) for key, value in values.items()}
             numbers.append(local)
             local += 1
         groups.append({**{k: v for k, v in saved.items() if k != "params"}, "params": numbers})
-    shards.optimizer.load_state_dict({"state": state, "param_groups": groups})
+    shards.optimizer.load_state_dict({**full, "state": state, "param_groups": groups})
+
+
+def _own(shards: OptimizerShards) -> dict[Any, Any]:
+    """The state of an optimizer whose entries are whole parameters."""
+    state = {}
+    for number, (flat, index) in enumerate(shards.members()):
+        entry = flat.entries[index]
+        if entry is not None and entry in shards.optimizer.state:
+            state[number] = _to_host(shards.optimizer.state[entry])
+    return state
+
+
+def _gathered(engine: Engine, shards: OptimizerShards, here: bool) -> dict[Any, Any]:
+    """The state of an optimizer whose entries are slices, put together where ``here`` is set. Collective."""
+    members = list(shards.members())
+    by_rank = agree(engine.groups, "saving the optimizer", lambda: [_kinds(shards, *member) for member in members])
+    merged = [_merge(shards, *member, kinds) for member, kinds in zip(members, zip(*by_rank, strict=True), strict=True)]
+    state: dict[Any, Any] = {number: dict(kinds) for number, kinds in enumerate(merged) if kinds}
+    for flat in shards.flats():
+        numbers = {index: number for number, (owner, index) in enumerate(members) if owner is flat}
+        pairs = [pair for n in numbers.values() for pair in merged[n].items() if isinstance(pair[1], torch.dtype)]
+        for key, dtype in dict.fromkeys(pairs):
+            whole = flat.expand(_collect(shards, flat, key, dtype))
+            for index, number in numbers.items():
+                if here and merged[number].get(key) is dtype:
+                    slot = flat.slots[index]
+                    part = whole[slot.start : slot.start + slot.numel]
+                    state[number][key] = part.to("cpu", copy=True).view(slot.shape)
+    return state
 
 
 def _kinds(shards: OptimizerShards, flat: Flat, index: int) -> dict[str, Any]:
     """What this rank knows of a slot's state: the dtype of what is sharded, the value of what is not."""
     entry = flat.entries[index]
-    state = shards.optimizer.state.get(entry, {}) if entry is not None else {}
-    return {
-        key: value.dtype
-        if isinstance(value, Tensor) and entry is not None and value.shape == entry.shape
-        else _to_host(value)
-        for key, value in state.items()
-    }
+    if entry is None:
+        return {}
+    kinds = {}
+    for key, value in shards.optimizer.state.get(entry, {}).items():
+        is_sharded = isinstance(value, Tensor) and value.shape == entry.shape
+        inside = [] if isinstance(value, Tensor) else tree_leaves(value)
+        if any(isinstance(leaf, Tensor) and leaf.shape == entry.shape for leaf in inside):
+            raise ValueError(
+                f"{type(shards.optimizer).__name__} keeps tensors of its parameters' shape inside a "
+                f"{type(value).__name__}, as '{key}' of '{flat.slots[index].name}': they are sharded and cannot be "
+                "saved from there. HINT: keep them under keys of their own in `optimizer.state[parameter]`."
+            )
+        kinds[key] = value.dtype if is_sharded else _to_host(value)
+    return kinds
+
+
+def _merge(shards: OptimizerShards, flat: Flat, index: int, kinds: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    """What all ranks together know of a slot's state; what is not sharded must be the same on all of them."""
+    merged: dict[str, Any] = {}
+    for key in next((kind for kind in kinds if kind), {}):
+        found = [kind[key] for kind in kinds if key in kind]
+        # A vector that has the length of a slice by chance has it on one rank only.
+        plain = [value for value in found if not isinstance(value, torch.dtype)]
+        if any(not _same(plain[0], value) for value in plain):
+            raise ValueError(
+                f"'{key}' of '{flat.slots[index].name}' in the state of {type(shards.optimizer).__name__} is neither "
+                "of the parameter's shape nor the same on all ranks that hold a part of the parameter, so it cannot be "
+                "saved whole. HINT: keep state per element, or per parameter and independent of the elements."
+            )
+        merged[key] = plain[0] if plain else found[0]
+    return merged
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype is other.dtype and one.shape == other.shape and bool(((one == other) | (one != one)).all())
+    return bool(one == other or one != one)
 
 
 def _collect(shards: OptimizerShards, flat: Flat, key: str, dtype: torch.dtype) -> Tensor:
@@ -116,14 +156,24 @@ def _collect(shards: OptimizerShards, flat: Flat, key: str, dtype: torch.dtype) 
     shard = torch.zeros(flat.master.numel(), dtype=dtype, device=flat.device)
     for slot, entry in zip(flat.slots, flat.entries, strict=True):
         value = shards.optimizer.state.get(entry, {}).get(key) if entry is not None else None
-        if value is not None:
+        if isinstance(value, Tensor) and value.dtype is dtype and entry is not None and value.shape == entry.shape:
             shard[slot.shard] = value.to(flat.device)
     return shard
 
 
+def _check_shapes(shards: OptimizerShards, flat: Flat, index: int, values: Mapping[str, Any]) -> None:
+    """Refuse state of another architecture, where it is known what shape it must have."""
+    slot = flat.slots[index]
+    for key, value in values.items():
+        if type(shards.optimizer) not in ELEMENTWISE or key in STATE_SCALARS or not isinstance(value, Tensor):
+            continue
+        if value.shape != slot.shape:
+            raise ValueError(
+                f"the checkpoint's {type(shards.optimizer).__name__} has '{key}' of shape {tuple(value.shape)} for "
+                f"parameter '{slot.name}', whose shape is {tuple(slot.shape)}. HINT: build the model with the "
+                "configuration it was trained with, or load only the weights."
+            )
+
+
 def _to_host(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _to_host(item) for key, item in value.items()}
-    return [_to_host(item) for item in value] if isinstance(value, list) else value
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Literal, Union
+from typing import Literal
 
 from torch import nn
 
@@ -13,7 +13,7 @@ __all__ = ["LARGE_BYTES", "UnitSpec", "UnitsArgument", "find_units", "repeated_b
 LARGE_BYTES = 50_000_000
 """An embedding or head above this size is let go after use, like a block."""
 
-UnitsArgument = Union[Literal["auto"], Collection[type[nn.Module]], Callable[[nn.Module], bool]]
+UnitsArgument = Literal["auto"] | Collection[type[nn.Module]] | Callable[[nn.Module], bool]
 
 
 @dataclass

@@ -43,8 +43,8 @@ def check_placement(group_size: int, per_host: int, num_hosts: int) -> str | Non
         hosts.setdefault(rank // group_size, set()).add(rank // per_host)
     placement = ", ".join(f"group {i} on hosts {sorted(h)}" for i, h in hosts.items() if len(h) > 1)
     return (
-        f"group_size={group_size} with {per_host} ranks per host makes groups that span hosts ({placement}); collectives "
-        f"inside a group will cross the slow network. HINT: use a group_size that divides {per_host}."
+        f"group_size={group_size} with {per_host} ranks per host makes groups that span hosts ({placement}); "
+        f"collectives inside a group will cross the slow network. HINT: use a group_size that divides {per_host}."
     )
 
 
@@ -68,7 +68,7 @@ def check_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool) 
     if lines:
         shown = "\n".join(lines[:6]) + (f"\n  ... and {len(lines) - 6} more" if len(lines) > 6 else "")
         raise ValueError(
-            f"the checkpoint is of another architecture than {type(module).__name__}, {len(lines)} entries differ:\n{shown}\n"
-            "HINT: build the model with the configuration it was trained with; set `strict_loading = False` on the "
-            "LightningModule to ignore missing names."
+            f"the checkpoint is of another architecture than {type(module).__name__}, {len(lines)} entries differ:\n"
+            f"{shown}\nHINT: build the model with the configuration it was trained with; set `strict_loading = False` "
+            "on the LightningModule to ignore missing names."
         )

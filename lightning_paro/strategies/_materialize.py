@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import nn
 
@@ -26,18 +28,19 @@ def materialize(module: nn.Module, initialize: bool) -> None:
     """
     if not has_meta_tensors(module):
         return
-    real: dict[int, torch.Tensor] = {}
+    real: dict[int, Any] = {}
     touched: list[nn.Module] = []
     for child in module.modules():
         tensors = {**child._parameters, **child._buffers}
         meta = {name: t for name, t in tensors.items() if t is not None and t.is_meta}
         for name, tensor in meta.items():
             if id(tensor) not in real:
-                empty = torch.empty_like(tensor, device="cpu")
+                empty: Any = torch.empty_like(tensor, device="cpu")
                 if isinstance(tensor, nn.Parameter):
                     empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
                 real[id(tensor)] = empty
-            (child._parameters if name in child._parameters else child._buffers)[name] = real[id(tensor)]
+            store: dict[str, Any] = child._parameters if name in child._parameters else child._buffers
+            store[name] = real[id(tensor)]
         if meta:
             touched.append(child)
     if not initialize:
@@ -45,11 +48,11 @@ def materialize(module: nn.Module, initialize: bool) -> None:
     pretrained = [m for m in module.modules() if hasattr(m, "initialize_weights") and hasattr(m, "tie_weights")]
     inside = {id(child) for model in pretrained for child in model.modules()}
     for model in pretrained:
-        model.initialize_weights()
+        cast(Any, model).initialize_weights()
     for child in touched:
         if id(child) in inside:
             continue
-        reset = getattr(child, "reset_parameters", None)
+        reset: Any = getattr(child, "reset_parameters", None)
         if reset is None:
             raise TypeError(
                 f"{type(child).__name__} was built on the meta device but has no reset_parameters() to initialise "

@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities import rank_zero as fabric_rank_zero
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
     _sync_ddp_if_available,
 )
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
@@ -24,7 +24,8 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero as pytorch_rank_zero
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
@@ -34,6 +35,7 @@ from lightning_paro.collectives import ProcessGroups
 from lightning_paro.sharding import Engine, load_optimizer_state_dict, optimizer_state_dict
 from lightning_paro.strategies._checks import check_placement, check_state_dict, check_trainer
 from lightning_paro.strategies._failure import FailureWatch
+from lightning_paro.strategies._lockstep import Lockstep
 from lightning_paro.strategies._materialize import has_meta_tensors, materialize
 from lightning_paro.strategies.precision import adopt, policy_for
 from lightning_paro.topology import Partition, Topology
@@ -222,14 +224,15 @@ class ParoStrategy(ParallelStrategy):
         self._failed = False
         self._runs += 1
         if topology.world_size > 1:
-            self._watch = FailureWatch(self.global_rank, self._runs)
+            self._watch = FailureWatch(self._groups, self._timeout)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment, and everything that prints on rank 0 only, who this is."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        for namespace in (fabric_rank_zero, pytorch_rank_zero):
+            namespace.rank_zero_only.rank = self.global_rank
 
     # ---- set-up and teardown --------------------------------------------------------------------------------
 
@@ -284,6 +287,9 @@ class ParoStrategy(ParallelStrategy):
             nonfinite=self._nonfinite,
         )
         _live[module] = self._engine
+        lockstep = Lockstep(self._engine)
+        trainer.callbacks.insert(0, lockstep)  # type: ignore[attr-defined]
+        self._undo.append(lambda: trainer.callbacks.remove(lockstep))  # type: ignore[attr-defined]
         self.precision_plugin.engine = self._engine  # type: ignore[attr-defined]
         if trainer.state.stage is not None and self._runs == 1:
             self._say_what_runs()
@@ -310,8 +316,8 @@ class ParoStrategy(ParallelStrategy):
         if not chosen:
             names = ", ".join(kind.__name__ for kind in self._checkpointed)
             raise ValueError(
-                f"activation_checkpointing={names} selects no module of {type(module).__name__}. HINT: name the class of "
-                "the model's repeated block."
+                f"activation_checkpointing={names} selects no module of {type(module).__name__}. HINT: name the class "
+                "of the model's repeated block."
             )
         for child in chosen:
             child.forward = _recomputed(child.forward)
@@ -386,11 +392,11 @@ class ParoStrategy(ParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        self.engine.hold()  # ranks may run different numbers of forwards: generate(), uneven batches
+        self.engine.evaluation.begin()  # ranks may run different numbers of forwards: generate(), uneven batches
 
     @override
     def on_validation_end(self) -> None:
-        self.engine.let_go()
+        self.engine.evaluation.end()
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end

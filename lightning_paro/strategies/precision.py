@@ -82,10 +82,8 @@ def adopt(plugin: Precision) -> _Sharded:
         return _Double()
     if kind is HalfPrecision and name == "bf16-true":
         return _Half("bf16-true")
-    if kind is MixedPrecision and name == "bf16-mixed":
-        return _Mixed("bf16-mixed", plugin.device)
-    if kind is MixedPrecision and name == "16-mixed":
-        return _with_scaler(plugin)
+    if isinstance(plugin, MixedPrecision) and kind is MixedPrecision:
+        return _Mixed("bf16-mixed", plugin.device) if name == "bf16-mixed" else _with_scaler(plugin)
     raise ValueError(
         f"ParoStrategy does not support precision {name!r} ({kind.__name__}); expected one of {', '.join(_SUPPORTED)}. "
         "HINT: on recent GPUs use precision='bf16-mixed'."
@@ -94,9 +92,9 @@ def adopt(plugin: Precision) -> _Sharded:
 
 def _with_scaler(plugin: MixedPrecision) -> _Mixed:
     given = plugin.scaler
-    scaler = _Scaler(plugin.device)
-    if given is not None:
-        scaler.load_state_dict(given.state_dict() or scaler.state_dict())
+    assert given is not None
+    scaler = _Scaler(plugin.device, enabled=given.is_enabled())
+    scaler.load_state_dict(given.state_dict())  # a scaler that is not enabled has none, and takes none
     mixed = _Mixed("16-mixed", plugin.device, scaler)
     scaler.plugin = mixed
     return mixed

@@ -104,10 +104,12 @@ def _rank(rank: int, port: int, hosts: int) -> None:
                     if entry.grad is not None:
                         entry.grad.mul_(scale)
                 optimizer.step()
-            engine.hold()  # evaluation on NCCL runs in inference mode
-            with torch.inference_mode():
-                _loss(model, 0, 0, mine, "cuda")
-            engine.let_go()
+            for whole in (True, False):
+                engine.evaluation.begin(whole)
+                with torch.inference_mode():  # as Lightning evaluates on NCCL
+                    for _ in range(rank):
+                        _loss(model, 0, 0, mine, "cuda")
+                engine.evaluation.end()
             engine.close()
             for (name, value), truth in zip(model.named_parameters(), expected, strict=True):
                 torch.testing.assert_close(

@@ -1,0 +1,43 @@
+"""Where a rank is, so that ranks that wait for each other in different places can say so instead of hanging."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+__all__ = ["Place", "Progress"]
+
+
+class Place(NamedTuple):
+    """The latest collective of a rank: its sequence number and what it was for."""
+
+    sequence: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"#{self.sequence} {self.what}"
+
+
+class Progress:
+    """Counts the collectives of this rank. Written by the thread that trains, read by one that watches."""
+
+    def __init__(self) -> None:
+        self.place = Place(0, "nothing yet")
+        self._entered: float | None = None
+
+    @contextmanager
+    def enter(self, what: str) -> Iterator[None]:
+        """Around a collective: ``what`` says what it is for."""
+        self.place = Place(self.place.sequence + 1, what)
+        self._entered = time.monotonic()
+        try:
+            yield
+        finally:
+            self._entered = None
+
+    def waiting(self) -> float:
+        """Seconds spent in the present collective, 0 outside of one."""
+        entered = self._entered
+        return 0.0 if entered is None else time.monotonic() - entered

@@ -1,0 +1,148 @@
+"""Whether an optimizer may work on flat shards: its update of an element must not depend on any other element."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["ELEMENTWISE", "STATE_SCALARS", "check_elementwise"]
+
+STATE_SCALARS = frozenset({"step", "mu_product", "mu", "eta"})
+"""Optimizer state that is one number per parameter; of a parameter without dimensions it looks like any other."""
+
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"]
+)
+"""Classes known to be elementwise, themselves and not their subclasses."""
+
+_MIXING = {
+    "LBFGS": "builds a curvature estimate over all parameters",
+    "Muon": "orthogonalises whole matrices",
+    "Adafactor": "factors the second moment into rows and columns",
+    "Shampoo": "preconditions whole matrices",
+    "SOAP": "preconditions whole matrices",
+    "LAMB": "scales each tensor's update by its norm",
+    "Lamb": "scales each tensor's update by its norm",
+    "LARS": "scales each tensor's update by its norm",
+    "SparseAdam": "works on sparse gradients",
+}
+_SHAPE = (6, 4)
+_CUT = 10  # inside a row, so that neither piece is a smaller matrix
+_STEPS = 3
+_LR = 0.01  # the user's may be zero while a scheduler warms up
+_TOLERANCE = 1e-6  # of the largest move: optimizers that compute in float32 are elementwise too
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose update of an element depends on other elements.
+
+    Known classes are decided by name. An unknown one is tried on copies: a tensor updated whole, and in two pieces by
+    an optimizer each, as two ranks would, must end in the same values. The optimizer itself is not touched.
+
+    Raises:
+        ValueError: With the reason and what to use instead.
+    """
+    kind = type(optimizer)
+    if kind in ELEMENTWISE:
+        return
+    hint = (
+        "HINT: use an elementwise optimizer (SGD, Adam, AdamW, NAdam, RAdam, Adagrad, RMSprop, Lion, ...), or keep the "
+        "optimizer state whole with strategy='paro_nnn'."
+    )
+    for base in kind.__mro__:
+        if base.__name__ in _MIXING:
+            raise ValueError(
+                f"{kind.__name__} {_MIXING[base.__name__]}, so it cannot work on flat shards of a parameter. {hint}"
+            )
+    what = "on a small tensor"
+    try:
+        with torch.random.fork_rng(devices=[]):
+            whole = _moved(optimizer, slice(None))
+            pieces = [_moved(optimizer, slice(_CUT)), _moved(optimizer, slice(_CUT, None))]
+            what = "with empty param groups, as on a rank whose shards hold none of their parameters,"
+            _moved(optimizer, slice(0))
+    except Exception as error:
+        raise ValueError(
+            f"{kind.__name__} is not known to be elementwise, and trying it {what} failed with "
+            f"{type(error).__name__}: {error}. {hint}"
+        ) from error
+    largest = whole.abs().max()
+    if not (torch.isfinite(largest) and largest > 0):
+        raise ValueError(
+            f"{kind.__name__} is not known to be elementwise, and trying it on a small tensor moved that by {largest} "
+            f"in {_STEPS} steps, which tells nothing. {hint}"
+        )
+    if not ((torch.cat(pieces, dim=1) - whole).abs() <= _TOLERANCE * largest).all():
+        raise ValueError(
+            f"{kind.__name__} mixes elements across a tensor: one tensor updated whole and in two pieces differed "
+            f"after {_STEPS} steps, so it cannot work on flat shards of a parameter. {hint}"
+        )
+
+
+def _moved(optimizer: torch.optim.Optimizer, cut: slice) -> Tensor:
+    """How far a copy of ``optimizer``, made for the elements ``cut`` of a small tensor per group, moves those."""
+    generator = torch.Generator().manual_seed(0)
+    size = (len(optimizer.param_groups), _SHAPE[0] * _SHAPE[1])
+    start = torch.randn(size, generator=generator, dtype=torch.float64)[:, cut]
+    gradients = torch.randn((_STEPS, *size), generator=generator, dtype=torch.float64)[:, :, cut]
+    twin = _twin(optimizer, start, cut)
+    pieces = [piece for group in twin.param_groups for piece in group["params"]]
+    accepts_closure = "closure" in inspect.signature(type(twin).step).parameters
+    for gradient in gradients:
+        closure = functools.partial(_give, gradient, pieces)
+        closure()
+        twin.step(closure) if accepts_closure else twin.step()
+    if not pieces:
+        return start
+    return torch.stack([piece.detach().reshape(-1).cpu() for piece in pieces]) - start
+
+
+def _give(gradient: Tensor, pieces: list[nn.Parameter]) -> Any:
+    for piece, values in zip(pieces, gradient, strict=False):  # there may be no pieces
+        piece.grad = values.to(piece.device).reshape(piece.shape).clone()
+    return torch.ones(())
+
+
+def _twin(optimizer: torch.optim.Optimizer, start: Tensor, cut: slice) -> torch.optim.Optimizer:
+    """An optimizer with the same options and as much state as the original, for one piece of ``start`` per group."""
+    kind = type(optimizer)
+    twin = kind.__new__(kind)
+    twin.state, twin.param_groups = defaultdict(dict), []
+    memo: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    memo |= {id(optimizer): twin, id(optimizer.state): twin.state, id(optimizer.param_groups): twin.param_groups}
+    for name, value in vars(optimizer).items():
+        if name in ("state", "param_groups") or (callable(value) and hasattr(kind, name)):
+            continue  # methods that schedulers and others have wrapped act on the original
+        is_hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
+        vars(twin)[name] = OrderedDict() if is_hooks else copy.deepcopy(value, memo)
+    for group, values in zip(optimizer.param_groups, start, strict=True):
+        options = copy.deepcopy({key: value for key, value in group.items() if key != "params"}, memo)
+        if isinstance(options.get("lr"), Tensor):
+            options["lr"] = torch.full_like(options["lr"], _LR)
+        elif options.get("lr") is not None:
+            options["lr"] = _LR
+        pieces: list[nn.Parameter] = []
+        if values.numel():
+            like = group["params"][0] if group["params"] else torch.empty(())
+            shape = _SHAPE if values.numel() == _SHAPE[0] * _SHAPE[1] else (-1,)
+            pieces.append(nn.Parameter(values.clone().view(shape).to(like.device)))
+            for key, value in optimizer.state.get(like, {}).items():
+                twin.state[pieces[0]][key] = _resampled(key, value, like, pieces[0], cut)
+        twin.param_groups.append({**options, "params": pieces})
+    return twin
+
+
+def _resampled(key: str, value: Any, like: Tensor, piece: Tensor, cut: slice) -> Any:
+    """State the optimizer has from the start, as Adagrad does, in the size of the piece."""
+    if not isinstance(value, Tensor) or value.shape != like.shape or key in STATE_SCALARS or not value.numel():
+        return copy.deepcopy(value)
+    numbers = torch.arange(_SHAPE[0] * _SHAPE[1])[cut] % value.numel()
+    sampled = value.detach().reshape(-1)[numbers.to(value.device)].view(piece.shape)
+    return sampled.to(piece.device, piece.dtype if value.is_floating_point() else value.dtype)

@@ -1,0 +1,61 @@
+"""Ranks that do not have the same number of batches: served in evaluation, stopped with the counts in training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_paro.sharding import Engine
+
+__all__ = ["Lockstep"]
+
+
+class Lockstep(Callback):
+    """Stands first among the Trainer's callbacks while ParoStrategy runs; strategies have no hook at these places.
+
+    Args:
+        engine: The engine of the run.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._compare_steps = False
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare the lengths of the loaders, or, where they have none, prepare to compare every step."""
+        counts = self._engine.agree("counting the training batches", lambda: trainer.num_training_batches)
+        self._compare_steps = any(count == float("inf") for count in counts)
+        if not self._compare_steps and len(set(counts)) > 1:
+            raise _uneven(counts)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """One more step."""
+        self._step(trainer, going_on=True)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """No more steps."""
+        self._step(trainer, going_on=False)
+
+    def _step(self, trainer: Trainer, going_on: bool) -> None:
+        if not self._compare_steps or self._engine.topology.world_size == 1:
+            return
+        flags = torch.tensor([int(going_on), int(not going_on)])
+        if bool(self._engine.maximum(flags, "comparing the number of training batches").all()):
+            seen = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            raise _uneven(self._engine.agree("counting the training batches", lambda: seen), "at least ")
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """This rank's batches are done, the others' perhaps not."""
+        self._engine.evaluation.join()
+
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
+
+
+def _uneven(counts: list[float], atleast: str = "") -> ValueError:
+    by_rank = ", ".join(f"rank {rank}: {atleast}{count}" for rank, count in enumerate(counts))
+    return ValueError(
+        f"the ranks have different numbers of training batches ({by_rank}), and a step is the work of all ranks. HINT: "
+        "use a DistributedSampler (Lightning's default), drop the surplus, or set Trainer(limit_train_batches=...)."
+    )
