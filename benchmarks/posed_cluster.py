@@ -1,4 +1,4 @@
-"""GPT-2 medium on two GPUs that pose as two hosts of two ranks: does every strategy learn the same, in the stated memory?
+"""GPT-2 medium on two GPUs posing as two hosts of two ranks: do strategies learn alike, in the memory they state?
 
 Each "host" is a real Lightning node. Ranks of one host use both GPUs and talk over NVLink; hosts talk over TCP, because
 NCCL decides by NCCL_HOSTID who shares a host. Run on a machine with two GPUs::
@@ -6,8 +6,8 @@ NCCL decides by NCCL_HOSTID who shares a host. Run on a machine with two GPUs::
     python benchmarks/posed_cluster.py --out benchmarks/results/posed_cluster.json
 
 The table compares, per strategy, 30 optimizer steps in bf16-mixed with DDP in bf16-mixed. What "bf16 noise" is, is
-measured too: DDP in bf16-mixed against DDP in fp32. Peak memory per rank stands beside formula + activations, the latter
-measured by one process that does nothing but forward and backward.
+measured too: DDP in bf16-mixed against DDP in fp32. Peak memory per rank stands beside formula + activations, the
+latter measured by one process that does nothing but forward and backward.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MICRO_BATCH, ACCUMULATE, STEPS, HOSTS, PER_HOST = 4, 2, 30, 2, 2
 
 def build_model() -> ByteGPT:
     seed_everything(0)
-    return ByteGPT(**MEDIUM, learning_rate=3e-4)
+    return ByteGPT(**MEDIUM, lr=3e-4)
 
 
 class Recorder(Callback):
@@ -56,7 +56,7 @@ class Recorder(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._window.append(outputs["loss"].detach())
         if len(self._window) == ACCUMULATE:
-            loss = torch.stack(self._window).mean()
+            loss = torch.stack(self._window).sum()  # Lightning has divided each by the number of micro-batches
             self.losses.append(trainer.strategy.reduce(loss).item())
             self.times.append(time.perf_counter())
             self._window.clear()
@@ -75,7 +75,7 @@ def train(run: str, out: Path) -> None:
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
         limit_val_batches=0,
     )  # fmt: skip
-    trainer.fit(build_model(), StandardLibrary(context=MEDIUM["context"], batch_size=MICRO_BATCH))
+    trainer.fit(build_model(), StandardLibrary(MEDIUM["context"], MICRO_BATCH))
     record = {"losses": recorder.losses, "times": recorder.times, "peak": torch.cuda.max_memory_allocated()}
     if name != "ddp":
         traffic = strategy.engine.traffic
@@ -85,11 +85,10 @@ def train(run: str, out: Path) -> None:
 
 def activations() -> int:
     """Peak bytes of a forward and backward beside parameters and gradients, in one process without communication."""
-    data = StandardLibrary(context=MEDIUM["context"], batch_size=MICRO_BATCH)
-    data.prepare_data()
+    data = StandardLibrary(MEDIUM["context"], MICRO_BATCH)
     data.setup("fit")
     batch = next(iter(data.train_dataloader()))
-    batch = batch.cuda() if isinstance(batch, torch.Tensor) else type(batch)(t.cuda() for t in batch)
+    batch = batch.cuda()
     model = build_model().to("cuda", torch.bfloat16)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
@@ -97,7 +96,7 @@ def activations() -> int:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-            loss = model.training_step(batch, 0)
+            loss = model.training_step(batch)
         loss.backward()
         del loss
     return torch.cuda.max_memory_allocated() - before
@@ -124,7 +123,7 @@ def compare(out: Path) -> None:
     """All runs, one table, one JSON."""
     with tempfile.TemporaryDirectory() as folder:
         python = [sys.executable, __file__, "--activations"]
-        extra = int(subprocess.run(python, capture_output=True, text=True, check=True).stdout.split()[-1])
+        extra = int(subprocess.run(python, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[-1])
         results = {run: launch(run, Path(folder) / run.replace("/", "_")) for run in RUNS}
     reference = torch.tensor(results["ddp/bf16-mixed"][0]["losses"])
     rows = []
@@ -159,7 +158,8 @@ def compare(out: Path) -> None:
 
 def show(report: dict[str, Any]) -> None:
     setup = report["setup"]
-    table = Table(title=f"{setup['parameters'] / 1e6:.0f} M parameters, {HOSTS} posed hosts x {PER_HOST}, {setup['device']}")
+    millions = setup["parameters"] / 1e6
+    table = Table(title=f"{millions:.0f} M parameters, {HOSTS} posed hosts x {PER_HOST}, {setup['device']}")
     for column in ("run", "loss first", "last", "max |Δ| to DDP", "s/step", "peak MiB", "formula + act.", "ratio"):
         table.add_column(column, justify="right")
     for row in report["rows"]:
