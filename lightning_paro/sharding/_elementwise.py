@@ -61,32 +61,47 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
             raise ValueError(
                 f"{kind.__name__} {_MIXING[base.__name__]}, so it cannot work on flat shards of a parameter. {hint}"
             )
-    what = "on a small tensor"
-    try:
-        with torch.random.fork_rng(devices=[]):
-            whole = _moved(optimizer, slice(None))
-            pieces = [_moved(optimizer, slice(_CUT)), _moved(optimizer, slice(_CUT, None))]
-            what = "with empty param groups, as on a rank whose shards hold none of their parameters,"
-            _moved(optimizer, slice(0))
-    except Exception as error:
+    failures: list[tuple[str, Exception]] = []
+    ways = _ways_to_step(kind)
+    for with_closure in ways:
+        what = "on a small tensor"
+        try:
+            with torch.random.fork_rng(devices=[]):
+                whole = _moved(optimizer, slice(None), with_closure)
+                pieces = [_moved(optimizer, cut, with_closure) for cut in (slice(_CUT), slice(_CUT, None))]
+                what = "with empty param groups, as on a rank whose shards hold none of their parameters,"
+                _moved(optimizer, slice(0), with_closure)
+        except Exception as raised:
+            failures.append((what, raised))
+            continue
+        largest = whole.abs().max()
+        if not (torch.isfinite(largest) and largest > 0):
+            raise ValueError(
+                f"{kind.__name__} is not known to be elementwise, and trying it on a small tensor moved that by "
+                f"{largest} in {_STEPS} steps, which tells nothing. {hint}"
+            )
+        if not ((torch.cat(pieces, dim=1) - whole).abs() <= _TOLERANCE * largest).all():
+            raise ValueError(
+                f"{kind.__name__} mixes elements across a tensor: one tensor updated whole and in two pieces differed "
+                f"after {_STEPS} steps, so it cannot work on flat shards of a parameter. {hint}"
+            )
+    if len(failures) == len(ways):
+        what, error = failures[0]
         raise ValueError(
             f"{kind.__name__} is not known to be elementwise, and trying it {what} failed with "
             f"{type(error).__name__}: {error}. {hint}"
         ) from error
-    largest = whole.abs().max()
-    if not (torch.isfinite(largest) and largest > 0):
-        raise ValueError(
-            f"{kind.__name__} is not known to be elementwise, and trying it on a small tensor moved that by {largest} "
-            f"in {_STEPS} steps, which tells nothing. {hint}"
-        )
-    if not ((torch.cat(pieces, dim=1) - whole).abs() <= _TOLERANCE * largest).all():
-        raise ValueError(
-            f"{kind.__name__} mixes elements across a tensor: one tensor updated whole and in two pieces differed "
-            f"after {_STEPS} steps, so it cannot work on flat shards of a parameter. {hint}"
-        )
 
 
-def _moved(optimizer: torch.optim.Optimizer, cut: slice) -> Tensor:
+def _ways_to_step(kind: type[torch.optim.Optimizer]) -> list[bool]:
+    """Whether ``step`` may be called without a closure, with one, or both. Updates differ if it is passed on late."""
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is None:
+        return [False]
+    return [True] if closure.default is closure.empty else [False, True]
+
+
+def _moved(optimizer: torch.optim.Optimizer, cut: slice, with_closure: bool) -> Tensor:
     """How far a copy of ``optimizer``, made for the elements ``cut`` of a small tensor per group, moves those."""
     generator = torch.Generator().manual_seed(0)
     size = (len(optimizer.param_groups), _SHAPE[0] * _SHAPE[1])
@@ -94,11 +109,10 @@ def _moved(optimizer: torch.optim.Optimizer, cut: slice) -> Tensor:
     gradients = torch.randn((_STEPS, *size), generator=generator, dtype=torch.float64)[:, :, cut]
     twin = _twin(optimizer, start, cut)
     pieces = [piece for group in twin.param_groups for piece in group["params"]]
-    accepts_closure = "closure" in inspect.signature(type(twin).step).parameters
     for gradient in gradients:
         closure = functools.partial(_give, gradient, pieces)
         closure()
-        twin.step(closure) if accepts_closure else twin.step()
+        twin.step(closure) if with_closure else twin.step()
     if not pieces:
         return start
     return torch.stack([piece.detach().reshape(-1).cpu() for piece in pieces]) - start

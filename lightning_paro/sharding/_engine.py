@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -201,6 +201,34 @@ class Engine:
                 return shards
         raise ValueError(f"{type(optimizer).__name__} is not an optimizer of this module.")
 
+    def set_trainable(self, parameters: Iterable[nn.Parameter], flag: bool, keep_master: bool = False) -> None:
+        """Freeze or unfreeze parameters, on every rank alike.
+
+        A flat whose parameters are all frozen gives back its gradients, optimizer state and master weights, and takes
+        no part in reduces and updates; of one that is frozen in part only the parameters' ``requires_grad`` changes.
+
+        Args:
+            parameters: Parameters of the module.
+            flag: Whether they are trained.
+            keep_master: Keep the master weights of what is frozen: without them an update below the resolution of the
+                compute dtype is lost.
+        """
+        touched: dict[int, Flat] = {}
+        for parameter in parameters:
+            flat, _ = self.locate(parameter)
+            parameter.requires_grad_(flag)
+            touched[id(flat)] = flat
+        for flat in touched.values():
+            if flag and not flat.trainable:
+                flat.unfreeze()
+            elif flat.trainable and not any(slot.parameter.requires_grad for slot in flat.slots):
+                flat.freeze(keep_master)
+                for shards in self.optimizers:
+                    for entry in flat.entries:
+                        if entry is not None:
+                            shards.optimizer.state.pop(entry, None)
+        self._install_gradient_hooks()
+
     def grad_norm(self, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
         """The 2-norm of the whole gradient, the same on all ranks. Collective.
 
@@ -251,6 +279,21 @@ class Engine:
                 state = 2 * flat.master_dtype.itemsize + (flat.master_dtype.itemsize if flat.has_master else 0)
                 total += flat.numel * accumulator // divide(self.partition.g)
                 total += flat.numel * state // divide(self.partition.os)
+        return total
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of model state this rank holds just now: ``parameters``, ``gradients``, ``master``, ``optimizer``.
+
+        What is gathered, or staged on its way to a shard, is not part of it.
+        """
+        total = dict.fromkeys(("parameters", "gradients", "master", "optimizer"), 0)
+        for flat in self.flats:
+            for kind, nbytes in flat.nbytes().items():
+                total[kind] += nbytes
+        for shards in self.optimizers:
+            for entry in shards.entries():
+                state = shards.optimizer.state.get(entry, {}).values()
+                total["optimizer"] += sum(v.nbytes for v in state if isinstance(v, Tensor) and v.shape == entry.shape)
         return total
 
     def rounded_frozen(self) -> int:

@@ -247,11 +247,10 @@ class Flat:
     def forsake(self) -> None:
         """Free the device: what the optimizer needs moves to the host, the rest is dropped."""
         self.staging = self.accumulator = self.gradient = None
-        self.master = self.master.cpu()
-        for index, entry in enumerate(self.entries):
+        for entry in self.entries:
             if entry is not None:
                 entry.grad = None
-                entry.data = self._os_part(self.master, index)
+        self._show_entries(self.master.cpu())
         empty = torch.empty(0, dtype=self.dtype)
         self.shard = self.whole = empty
         self._views = []
@@ -262,16 +261,24 @@ class Flat:
             self.entries[index] = nn.Parameter(self._os_part(self.master, index))
         return self.entries[index]
 
+    def freeze(self, keep_master: bool) -> None:
+        """Trained so far, frozen now: gradients are given back on all ranks, and the master unless it is kept."""
+        self.clear(range(len(self.slots)))
+        self.trainable = False
+        if not keep_master:
+            self._show_entries(self._os_view())
+
     def unfreeze(self) -> None:
-        """Frozen at setup, trained now: it gets a master like the rest, on all ranks, even those it has no slice on."""
-        if self.trainable:
-            return
+        """Frozen so far, trained now: it has a master like the rest, on all ranks, even those it has no slice on."""
         self.trainable = True
-        if self.has_master:
-            self.master = self._os_view().to(self.master_dtype)
-            for index, entry in enumerate(self.entries):
-                if entry is not None:
-                    entry.data = self._os_part(self.master, index)
+        if self.has_master and self.master.dtype is not self.master_dtype:
+            self._show_entries(self._os_view().to(self.master_dtype))
+
+    def _show_entries(self, master: Tensor) -> None:
+        self.master = master
+        for index, entry in enumerate(self.entries):
+            if entry is not None:
+                entry.data = self._os_part(master, index)
 
     def _os_part(self, shard: Tensor, index: int) -> Tensor:
         slot = self.slots[index]

@@ -99,7 +99,8 @@ class OptimizerShards:
         """Just after the optimizer wrote its shards: the new values climb to rung p."""
         if not self._skipped:
             for flat in self.flats():
-                flat.update()
+                if flat.used:  # the same on all ranks; without a gradient nothing has changed
+                    flat.update()
 
     def add_group(self, group: dict[str, Any]) -> None:
         """Swap the parameters of a param group for entries, in place, and carry over state that exists already."""

@@ -20,6 +20,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
@@ -245,6 +246,18 @@ class ParoStrategy(ParallelStrategy):
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = None if plugin is None else adopt(plugin)
 
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._lightning_optimizers = [LightningOptimizer._to_lightning_optimizer(opt, self) for opt in optimizers]
+        for wrapper in self._lightning_optimizers:
+            _delegate(wrapper)
+
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None]:
@@ -451,6 +464,13 @@ class ParoStrategy(ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             load_optimizer_state_dict(self.engine, optimizer, state)
+
+
+def _delegate(wrapper: LightningOptimizer) -> None:
+    """Let Lightning's wrapper use its optimizer's own methods; it inherits those of the class, which know no shards."""
+    optimizer = wrapper.optimizer
+    wrapper.zero_grad = lambda *args, **kwargs: optimizer.zero_grad(*args, **kwargs)  # type: ignore[attr-defined]
+    wrapper.add_param_group = lambda group: optimizer.add_param_group(group)  # type: ignore[attr-defined]
 
 
 def _one_of(argument: str, value: object, valid: tuple[str, ...]) -> None:
