@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,21 +31,17 @@ class Lockstep(Callback):
         if not self._compare_steps and len(set(counts)) > 1:
             raise _uneven(counts)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """One more step."""
-        self._step(trainer, going_on=True)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """No more steps."""
-        self._step(trainer, going_on=False)
-
-    def _step(self, trainer: Trainer, going_on: bool) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Compare who has another batch: Lightning's next step begins with a collective of its own."""
         if not self._compare_steps or self._engine.topology.world_size == 1:
             return
-        flags = torch.tensor([int(going_on), int(not going_on)])
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        flags = torch.tensor([int(progress.is_last_batch), int(not progress.is_last_batch)])
         if bool(self._engine.maximum(flags, "comparing the number of training batches").all()):
-            seen = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-            raise _uneven(self._engine.agree("counting the training batches", lambda: seen), "at least ")
+            count = f"{'' if progress.is_last_batch else 'more than '}{progress.current.ready}"
+            raise _uneven(self._engine.agree("counting the training batches", lambda: count))
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """This rank's batches are done, the others' perhaps not."""
@@ -53,8 +50,8 @@ class Lockstep(Callback):
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
 
-def _uneven(counts: list[float], atleast: str = "") -> ValueError:
-    by_rank = ", ".join(f"rank {rank}: {atleast}{count}" for rank, count in enumerate(counts))
+def _uneven(counts: Sequence[object]) -> ValueError:
+    by_rank = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
     return ValueError(
         f"the ranks have different numbers of training batches ({by_rank}), and a step is the work of all ranks. HINT: "
         "use a DistributedSampler (Lightning's default), drop the surplus, or set Trainer(limit_train_batches=...)."
