@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_paro.collectives import Ladder, ProcessGroups, Traffic
+from lightning_paro.sharding._backward import Backward
 from lightning_paro.sharding._consensus import agree, check_same_model, describe_model, different_paths, maximum
 from lightning_paro.sharding._evaluation import Evaluation
 from lightning_paro.sharding._flat import Flat
@@ -68,10 +69,8 @@ class Engine:
         self.optimizers: list[OptimizerShards] = []
         self.sync_gradients = True
         """Whether the next backward is a boundary, see :meth:`backward_begin`."""
-        self._in_step = self._in_backward = self._rest_is_held = False
+        self._in_step = self._is_boundary = self._rest_is_held = False
         self._hooked: dict[int, Any] = {}
-        self._queue: list[Flat] = []
-        self._reduced: list[Flat] = []
         self._path: list[int] = []  # units gathered since the last boundary: the same on all ranks of a group
 
         specs: list[UnitSpec] = []
@@ -94,10 +93,10 @@ class Engine:
                 Flat(spec.name, parameters, self.partition, self.policy, ladder, self.device)
                 for parameters in kinds.values()
             ]
-            self.units.append(Unit(len(self.units), spec.name, spec.module, flats, self._on_gather))
+            self.units.append(Unit(len(self.units), spec.name, spec.module, flats, self._on_gather, self._on_reach))
         self._rest = [unit for unit, spec in zip(self.units, specs, strict=True) if spec.module is None]
         self.flats = [flat for unit in self.units for flat in unit.flats]
-        self._unit_of = {id(flat): unit for unit in self.units for flat in unit.flats}
+        self._backward = Backward(self.units)
         self.where: dict[int, tuple[Flat, int]] = {
             id(slot.parameter): (flat, index) for flat in self.flats for index, slot in enumerate(flat.slots)
         }
@@ -136,22 +135,16 @@ class Engine:
         shards; otherwise they are accumulated at the rung of g.
         """
         self._install_gradient_hooks()
-        self._in_backward = True
-        for flat in self.flats:
-            flat.hide()
-            flat.expect()
         self._is_boundary = self.sync_gradients
-        # In a fixed order, whatever becomes ready first: ranks whose batches use other parameters stay in step.
-        self._queue = [flat for flat in reversed(self.flats) if flat.pending or (self._is_boundary and flat.open)]
-        self._reduced = list(self._queue)
+        self._backward.begin(self._is_boundary)
 
     def backward_end(self) -> None:
         """End of a backward: reduce what is left, agree on what was used, show the optimizer its gradients."""
-        self._in_backward = False
-        while self._queue:
-            self._queue.pop(0).reduce(self._is_boundary)
+        self._backward.end()
         if self._is_boundary:
             self._agree_on_used()
+        for flat in self.flats:
+            flat.show()
         for unit in self.units:
             unit.settle()
         if not self._in_step:
@@ -362,9 +355,12 @@ class Engine:
         else:
             self._path.append(unit.index)
 
+    def _on_reach(self, unit: Unit) -> None:
+        self._backward.reach(unit)
+
     def _reset(self) -> None:
-        self._in_step = self._in_backward = False
-        self._queue = []
+        self._in_step = False
+        self._backward.reset()
         for flat in self.flats:
             flat.reset()
         for unit in self.units:
@@ -385,26 +381,9 @@ class Engine:
                     hook = _gradient_hook(weakref.ref(self), weakref.ref(flat), index)
                     self._hooked[id(slot.parameter)] = slot.parameter.register_post_accumulate_grad_hook(hook)
 
-    def _gradient_arrived(self, flat: Flat, index: int) -> None:
-        if not self._in_backward:
-            raise RuntimeError(
-                f"parameter '{flat.slots[index].name}' received a gradient outside of a bracketed backward. HINT: in "
-                "manual optimization call `self.manual_backward(loss)` instead of `loss.backward()`."
-            )
-        if flat in self._reduced and flat not in self._queue:
-            raise RuntimeError(
-                f"parameter '{flat.slots[index].name}' received a second gradient in one backward, after its unit was "
-                "reduced: a reentrant checkpoint runs it twice. HINT: use_reentrant=False."
-            )
-        flat.arrive(index)
-        if flat.pending == 0:
-            while self._queue and self._queue[0].pending == 0:
-                self._queue.pop(0).reduce(self._is_boundary)
-            self._unit_of[id(flat)].gradient_arrived()
-
     def _agree_on_used(self) -> None:
         """One small host-side exchange at a boundary: which parameters had a gradient, and who gathered what."""
-        slots = [(flat, index) for flat in self._reduced for index in range(len(flat.slots))]
+        slots = [(flat, index) for flat in self._backward.flats for index in range(len(flat.slots))]
         paths = self.topology.num_groups
         values = torch.full((len(slots) + 2 * paths,), torch.iinfo(torch.int64).min, dtype=torch.int64)
         for position, (flat, index) in enumerate(slots):
@@ -420,8 +399,8 @@ class Engine:
                 raise different_paths(names, self.partition)
         self._path.clear()
         position = 0
-        for flat in self._reduced:
-            flat.expose(i for i in range(len(flat.slots)) if values[position + i] > 0)
+        for flat in self._backward.flats:
+            flat.agree_on_used(i for i in range(len(flat.slots)) if values[position + i] > 0)
             position += len(flat.slots)
 
     def _persistent_buffers(self) -> list[Tensor]:
@@ -453,6 +432,6 @@ def _gradient_hook(engine: weakref.ref[Engine], flat: weakref.ref[Flat], index: 
     def hook(_: Tensor) -> None:
         here, where = engine(), flat()
         if here is not None and where is not None:
-            here._gradient_arrived(where, index)
+            here._backward.arrive(where, index)
 
     return hook

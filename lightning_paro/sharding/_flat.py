@@ -180,6 +180,12 @@ class Flat:
             slot.parameter.data = ghost
             mark_released(slot.parameter, f"parameter '{slot.name}' of unit '{self.unit}'")
 
+    def is_shown_by(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is a view of the whole values."""
+        if tensor.layout is not torch.strided:
+            return False
+        return tensor.untyped_storage().data_ptr() == self.whole.untyped_storage().data_ptr()
+
     def update(self) -> None:
         """After a step: the new values climb from rung os to rung p, and on to N if the unit is whole just now."""
         with torch.no_grad():
@@ -365,10 +371,13 @@ class Flat:
         staging[end:].zero_()
         return staging
 
-    def expose(self, used: Iterable[int]) -> None:
-        """After a boundary: hand the gradient to the optimizer's entries, for the slots that any rank used."""
+    def agree_on_used(self, used: Iterable[int]) -> None:
+        """At a boundary: these slots were used since the last one, on any rank."""
         self.touched.clear()
         self.used.update(used)
+
+    def show(self) -> None:
+        """After a backward: hand what is at os to the optimizer's entries, and show it on the parameters."""
         if self.gradient is None:
             return
         for index in self.used:

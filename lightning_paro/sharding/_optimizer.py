@@ -64,7 +64,8 @@ class OptimizerShards:
                 if flat.gradient is None:
                     size = flat.master.numel()
                     flat.gradient = torch.zeros(size, dtype=flat.master_dtype, device=flat.device)
-                flat.expose(shown)
+                flat.used |= shown
+                flat.show()
 
     def before_update(self) -> None:
         """Just before the optimizer reads its gradients: refuse what would be silently wrong."""

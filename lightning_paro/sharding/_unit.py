@@ -20,8 +20,9 @@ class Unit:
     """The flats of one module, and who needs them whole right now.
 
     A unit stays whole while somebody *holds* it (a step, an evaluation loop, ``full_parameters``), while its forward
-    runs, and from the arrival of its outputs' gradients until both the gradients of its inputs and all its parameter
-    gradients are there. Whatever cannot be told apart is released at the end of backward.
+    runs, and from the arrival of its outputs' gradients until backward has left it behind, see :class:`Backward`. It is
+    *kept* whole until the end of the backward if its values are needed later still: for the gradient of a gradient, or
+    because an output shows them.
 
     Args:
         index: Position in the engine's list.
@@ -29,19 +30,28 @@ class Unit:
         module: The module whose forward needs the unit; None for the rest.
         flats: Its flat buffers.
         on_gather: Called with the unit before each gather; all ranks must gather in the same order.
+        on_reach: Called with the unit when the gradients of its outputs are there, before it is gathered for them.
     """
 
     def __init__(
-        self, index: int, name: str, module: nn.Module | None, flats: list[Flat], on_gather: Callable[[Unit], None]
+        self,
+        index: int,
+        name: str,
+        module: nn.Module | None,
+        flats: list[Flat],
+        on_gather: Callable[[Unit], None],
+        on_reach: Callable[[Unit], None],
     ) -> None:
         self.index = index
         self.name = name
         self.flats = flats
         self.holds = 0
+        self.is_kept = False
         self._on_gather = on_gather
+        self._on_reach = on_reach
         self._depth = 0
-        self._call = object()
-        self._running: set[object] = set()
+        self._is_reached = False
+        self._inputs: list[tuple[Tensor, int]] = []
         self._handles: list[Any] = []
         if module is not None and any(flat.partition.p for flat in flats):
             self._install(module)
@@ -68,15 +78,21 @@ class Unit:
         self.holds -= 1
         self._release_if_idle()
 
+    def is_inside(self, other: Unit) -> bool:
+        """Whether the module of ``other`` contains this one's."""
+        return self.name.startswith(f"{other.name}.")
+
+    def leave(self) -> None:
+        """Backward is done with the calls it has reached."""
+        self._is_reached = False
+        self._release_if_idle()
+
     def settle(self) -> None:
         """End of backward, or start of a step: no call is running any more, whatever was interrupted."""
         self._depth = 0
-        self._running.clear()
+        self._inputs = []
+        self._is_reached = self.is_kept = False
         self._release_if_idle()
-
-    def gradient_arrived(self) -> None:
-        """All gradients of one flat are there; perhaps nobody needs the values any more."""
-        self._end_of_call(None)
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -85,7 +101,7 @@ class Unit:
         self._handles.clear()
 
     def _release_if_idle(self) -> None:
-        if self.holds == 0 and self._depth == 0 and not self._running:
+        if not (self.holds or self._depth or self._is_reached or self.is_kept):
             for flat in self.flats:
                 flat.release()
 
@@ -96,58 +112,56 @@ class Unit:
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            unit._before_forward(args, kwargs)
+            unit._before_forward((args, kwargs))
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
-        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def after(module: nn.Module, args: Any, output: Any) -> None:
             unit._after_forward(output)
 
         self._handles = [
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-            module.register_forward_hook(after, with_kwargs=True),
+            module.register_forward_hook(after),
         ]
 
-    def _before_forward(self, args: Any, kwargs: Any) -> None:
+    def _before_forward(self, inputs: Any) -> None:
         self.gather()
-        if not _in_backward():
-            self._depth += 1
-            if self._depth > 1:
-                return
-        self._call = object()
+        if _in_backward():
+            return
+        self._depth += 1
         if torch.is_grad_enabled():
-            inputs = [t for t in _tensors((args, kwargs)) if t.requires_grad]
-            if inputs:  # hooked before the forward runs, which may change its inputs in place
-                end = _weakly(self._end_of_call, self._call)
-                torch.autograd.graph.register_multi_grad_hook(inputs, end, mode="all")
+            self._inputs = [(tensor, tensor._version) for tensor in _tensors(inputs) if tensor.requires_grad]
 
     def _after_forward(self, output: Any) -> None:
+        tensors = list(_tensors(output))
+        inputs, self._inputs = self._inputs, []
         if torch.is_grad_enabled():
-            start = _weakly(self._start_of_call, self._call)
-            for tensor in _tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(start)
+            handed_on = {id(tensor) for tensor, version in inputs if tensor._version == version}  # another's output
+            reach = _weakly(self._reach)
+            for tensor in tensors:
+                if tensor.requires_grad and id(tensor) not in handed_on:
+                    tensor.register_hook(reach)
         if not _in_backward():  # in a recomputation the values are needed on
             self._depth = max(self._depth - 1, 0)
+            if any(flat.is_shown_by(tensor) for flat in self.flats for tensor in tensors):
+                self.is_kept = True
             self._release_if_idle()
 
-    def _start_of_call(self, call: object) -> None:
-        self._running.add(call)
+    def _reach(self) -> None:
+        self._on_reach(self)
+        self._is_reached = True
+        if torch.is_grad_enabled():  # create_graph=True: a later backward goes through these values again
+            self.is_kept = True
         self.gather()
 
-    def _end_of_call(self, call: object | None) -> None:
-        self._running.discard(call)
-        if not self._running and not any(flat.pending > 0 for flat in self.flats):
-            self._release_if_idle()
 
-
-def _weakly(method: Callable[[Any], None], argument: object) -> Callable[[Any], None]:
-    """A gradient hook that calls ``method(argument)`` if its unit is still there: graphs may outlive an engine."""
+def _weakly(method: Callable[[], None]) -> Callable[[Any], None]:
+    """A gradient hook that calls ``method`` if its unit is still there: graphs may outlive an engine."""
     reference = weakref.WeakMethod(method)
 
     def hook(_: Any) -> None:
         bound = reference()
         if bound is not None:
-            bound(argument)
+            bound()
 
     return hook
 

@@ -61,7 +61,11 @@ class Pool:
                     state = "died" if not process.is_alive() else f"did not answer in {timeout} s"
                     self.close()
                     raise TimeoutError(f"rank {rank} {state} in {function.__module__}.{function.__qualname__}")
-            answers.append(connection.recv())
+            try:
+                answers.append(connection.recv())
+            except (EOFError, ConnectionError):
+                self.close()
+                raise TimeoutError(f"rank {rank} died in {function.__module__}.{function.__qualname__}") from None
         errors = [answer if failed else None for failed, answer in answers]
         if any(errors):
             if not all(errors):  # some ranks are out of step with the others now

@@ -1,0 +1,102 @@
+"""The order of a backward: what is gathered, reduced and released when, the same on every rank."""
+
+from __future__ import annotations
+
+from lightning_paro.sharding._flat import Flat
+from lightning_paro.sharding._unit import Unit
+from lightning_paro.topology import Granularity
+
+__all__ = ["Backward"]
+
+
+class Backward:
+    """What one backward has still to do.
+
+    Autograd undoes calls in the reverse order in which they were made. When the gradients of a unit's outputs are there
+    the unit is *reached*, and of the units reached before nothing is left to do, unless one encloses the other: they
+    are *passed*, that is released and reduced. Ranks reach the same units in the same order whichever parameters each
+    of them used. Waiting for the parameters' gradients instead could hang: where one never comes, that rank would enter
+    the next gather while the others are in the reduce.
+
+    With whole parameters (p=N) there are no gathers to keep in step with, and flats are reduced in a fixed order as
+    soon as their gradients are there.
+
+    Args:
+        units: All units of the engine.
+    """
+
+    def __init__(self, units: list[Unit]) -> None:
+        self.is_running = False
+        self.flats: list[Flat] = []  # those that take part, in the order in which they are reduced if p=N
+        self._all = [flat for unit in units for flat in unit.flats]
+        self._queue: list[Flat] = []
+        self._reached: list[Unit] = []
+        self._is_boundary = False
+
+    def begin(self, is_boundary: bool) -> None:
+        """Start of a backward whose gradients go down to rung g, and on to rung os if it is a boundary."""
+        for unit in list(self._reached):  # by a torch.autograd.grad in the forward
+            self._pass(unit)
+        self._is_boundary = is_boundary
+        for flat in self._all:
+            flat.hide()
+            flat.expect()
+        self._queue = [flat for flat in reversed(self._all) if flat.pending or (is_boundary and flat.open)]
+        self.flats = list(self._queue)
+        self.is_running = True
+
+    def reach(self, unit: Unit) -> None:
+        """The gradients of the outputs of a unit's call are there."""
+        for earlier in list(self._reached):
+            if not (earlier is unit or unit.is_inside(earlier) or earlier.is_inside(unit)):
+                self._pass(earlier)
+        if unit in self._reached:
+            return
+        self._reached.append(unit)
+        for flat in unit.flats:
+            if self.is_running and flat in self.flats and flat not in self._queue:  # another call of it was passed
+                flat.expect()
+                self._queue.append(flat)
+
+    def arrive(self, flat: Flat, index: int) -> None:
+        """A parameter has its gradient.
+
+        Raises:
+            RuntimeError: If this is no backward that was begun, or if the flat has been reduced already.
+        """
+        name = flat.slots[index].name
+        if not self.is_running:
+            raise RuntimeError(
+                f"parameter '{name}' received a gradient outside of a bracketed backward. HINT: in manual optimization "
+                "call `self.manual_backward(loss)` instead of `loss.backward()`."
+            )
+        if flat in self.flats and flat not in self._queue:
+            raise RuntimeError(
+                f"parameter '{name}' received a second gradient in one backward, after its unit was reduced: a "
+                "reentrant checkpoint runs it twice. HINT: use_reentrant=False."
+            )
+        flat.arrive(index)
+        if flat.partition.p is Granularity.N:
+            while self._queue and self._queue[0].pending == 0:
+                self._queue.pop(0).reduce(self._is_boundary)
+
+    def end(self) -> None:
+        """All gradients are there: reduce what is left."""
+        self.is_running = False
+        while self._queue:
+            self._queue.pop(0).reduce(self._is_boundary)
+        self._reached.clear()
+
+    def reset(self) -> None:
+        """Forget an interrupted backward."""
+        self.is_running = False
+        self._queue.clear()
+        self._reached.clear()
+
+    def _pass(self, unit: Unit) -> None:
+        self._reached.remove(unit)
+        unit.leave()
+        for flat in unit.flats:
+            if flat in self._queue and not unit.is_kept:
+                self._queue.remove(flat)
+                flat.reduce(self._is_boundary)
