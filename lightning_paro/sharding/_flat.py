@@ -44,8 +44,8 @@ class Slot:
 
     @property
     def is_empty(self) -> bool:
-        """Whether this rank's optimizer shard holds nothing of the parameter."""
-        return bool(self.shard.start == self.shard.stop)
+        """Whether this rank's optimizer shard holds nothing of the parameter; one without elements is on every rank."""
+        return self.numel > 0 and bool(self.shard.start == self.shard.stop)
 
 
 class Flat:
@@ -237,6 +237,7 @@ class Flat:
         """
         whole = self.full_values()
         if here:
+            self._put_aside = [slot.parameter.grad for slot in self.slots]
             whole = whole.to(device=device, dtype=self.own_dtype)
             for slot in self.slots:
                 mark_whole(slot.parameter)
@@ -249,9 +250,13 @@ class Flat:
             self.attach()
         else:
             self._haunt()
+        for slot, gradient in zip(self.slots, self._put_aside, strict=True):  # the user may be in mid-accumulation
+            slot.parameter.grad = gradient
+        self._put_aside = []
 
     def forsake(self) -> None:
         """Free the device: what the optimizer needs moves to the host, the rest is dropped."""
+        self._put_aside = []
         self.staging = self.accumulator = self.gradient = None
         for entry in self.entries:
             if entry is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,13 +28,14 @@ class OptimizerShards:
     Attributes:
         optimizer: The user's optimizer; its param groups hold this rank's entries.
         groups: By param group, the slots it was given, in the user's order, empty ones included.
+        moving: The flats, by identity, that its current step has seen gradients of; no others will have moved.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
         self.optimizer = optimizer
         self.groups: list[list[Member]] = []
         self._engine = engine
-        self._skipped = False
+        self.moving: dict[int, Flat] = {}
         self._detach: list[Callable[[], None]] = []
 
     def entries(self) -> Iterator[nn.Parameter]:
@@ -81,9 +83,9 @@ class OptimizerShards:
             )
         for flat, index in self.members():
             flat.check_untouched(index)
-        self._skipped = False
+        moving = {id(flat): flat for flat in self.flats() if flat.used}  # the same on all ranks
         if engine.nonfinite != "propagate":
-            gradients = [entry.grad for entry in self.entries() if entry.grad is not None]
+            gradients = [entry.grad for entry in self.entries() if entry.grad is not None and entry.grad.numel()]
             largest = torch._foreach_norm(gradients, float("inf")) if gradients else ()
             bad = bool(largest) and not bool(torch.isfinite(torch.stack(largest)).all())
             if engine.any_rank(bad):
@@ -92,16 +94,15 @@ class OptimizerShards:
                         "a gradient is not finite on at least one rank, and nonfinite='raise'. HINT: lower the "
                         "learning rate, clip gradients, or use nonfinite='skip' to leave such steps out."
                     )
-                self._skipped = True
+                moving.clear()
                 for entry in self.entries():
                     entry.grad = None
+        self.moving |= moving
 
     def after_update(self) -> None:
         """Just after the optimizer wrote its shards: the new values climb to rung p."""
-        if not self._skipped:
-            for flat in self.flats():
-                if flat.used:  # the same on all ranks; without a gradient nothing has changed
-                    flat.update()
+        for flat in self.moving.values():
+            flat.update()
 
     def add_group(self, group: dict[str, Any]) -> None:
         """Swap the parameters of a param group for entries, in place, and carry over state that exists already."""
@@ -128,6 +129,18 @@ class OptimizerShards:
                 }
         group["params"][:] = entries
         self.groups.append(members)
+
+    @contextmanager
+    def on_parameters(self) -> Iterator[None]:
+        """Inside the context the param groups hold the module's own parameters, for code that only looks at those."""
+        held = [list(group["params"]) for group in self.optimizer.param_groups]
+        for group, members in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group["params"][:] = [flat.slots[index].parameter for flat, index in members]
+        try:
+            yield
+        finally:
+            for group, entries in zip(self.optimizer.param_groups, held, strict=True):
+                group["params"][:] = entries
 
     def detach(self) -> None:
         """Let go of the optimizer: its hooks and wrappers are removed, its state stays."""
@@ -161,6 +174,7 @@ def swap(optimizer: torch.optim.Optimizer, engine: Engine) -> OptimizerShards:
         shards.add_group(group)
 
     def before(_: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        shards.moving.clear()
         is_positional = len(args) > 1
         closure = args[1] if is_positional else kwargs.get("closure")
         if not callable(closure):

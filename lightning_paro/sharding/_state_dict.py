@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,11 +90,20 @@ def _own(shards: OptimizerShards) -> dict[Any, Any]:
     return state
 
 
+class _Kind(NamedTuple):
+    """What a rank knows of one value in the state of one entry."""
+
+    dtype: torch.dtype | None  # of a tensor of the entry's shape, which is sharded like the entry
+    value: Any  # of anything else, and of a tensor of one element, which could be either
+
+
 def _gathered(engine: Engine, shards: OptimizerShards, here: bool) -> dict[Any, Any]:
     """The state of an optimizer whose entries are slices, put together where ``here`` is set. Collective."""
     members = list(shards.members())
     by_rank = agree(engine.groups, "saving the optimizer", lambda: [_kinds(shards, *member) for member in members])
-    merged = [_merge(shards, *member, kinds) for member, kinds in zip(members, zip(*by_rank, strict=True), strict=True)]
+    plain = {key for kinds in by_rank for slot in kinds for key, kind in slot.items() if kind.dtype is None}
+    by_slot = zip(*by_rank, strict=True)
+    merged = [_merge(shards, *member, kinds, plain) for member, kinds in zip(members, by_slot, strict=True)]
     state: dict[Any, Any] = {number: dict(kinds) for number, kinds in enumerate(merged) if kinds}
     for flat in shards.flats():
         numbers = {index: number for number, (owner, index) in enumerate(members) if owner is flat}
@@ -109,8 +118,8 @@ def _gathered(engine: Engine, shards: OptimizerShards, here: bool) -> dict[Any, 
     return state
 
 
-def _kinds(shards: OptimizerShards, flat: Flat, index: int) -> dict[str, Any]:
-    """What this rank knows of a slot's state: the dtype of what is sharded, the value of what is not."""
+def _kinds(shards: OptimizerShards, flat: Flat, index: int) -> dict[str, _Kind]:
+    """What this rank knows of a slot's state."""
     entry = flat.entries[index]
     if entry is None:
         return {}
@@ -124,24 +133,28 @@ def _kinds(shards: OptimizerShards, flat: Flat, index: int) -> dict[str, Any]:
                 f"{type(value).__name__}, as '{key}' of '{flat.slots[index].name}': they are sharded and cannot be "
                 "saved from there. HINT: keep them under keys of their own in `optimizer.state[parameter]`."
             )
-        kinds[key] = value.dtype if is_sharded else _to_host(value)
+        is_told = not is_sharded or value.numel() == 1
+        kinds[key] = _Kind(value.dtype if is_sharded else None, _to_host(value) if is_told else None)
     return kinds
 
 
-def _merge(shards: OptimizerShards, flat: Flat, index: int, kinds: tuple[dict[str, Any], ...]) -> dict[str, Any]:
-    """What all ranks together know of a slot's state; what is not sharded must be the same on all of them."""
+def _merge(
+    shards: OptimizerShards, flat: Flat, index: int, kinds: tuple[dict[str, _Kind], ...], plain: set[str]
+) -> dict[str, Any]:
+    """What all ranks together know of a slot's state: the dtype of what is sharded, the value of what is not.
+
+    A value is not sharded if its key is ``plain`` anywhere: a vector may have the length of a slice by chance.
+    """
     merged: dict[str, Any] = {}
     for key in next((kind for kind in kinds if kind), {}):
         found = [kind[key] for kind in kinds if key in kind]
-        # A vector that has the length of a slice by chance has it on one rank only.
-        plain = [value for value in found if not isinstance(value, torch.dtype)]
-        if any(not _same(plain[0], value) for value in plain):
+        if key in plain and not all(_same(found[0].value, kind.value) for kind in found):
             raise ValueError(
                 f"'{key}' of '{flat.slots[index].name}' in the state of {type(shards.optimizer).__name__} is neither "
                 "of the parameter's shape nor the same on all ranks that hold a part of the parameter, so it cannot be "
                 "saved whole. HINT: keep state per element, or per parameter and independent of the elements."
             )
-        merged[key] = plain[0] if plain else found[0]
+        merged[key] = found[0].value if key in plain else found[0].dtype
     return merged
 
 

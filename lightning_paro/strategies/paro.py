@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities import rank_zero as fabric_rank_zero
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero as pytorch_rank_zero
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
@@ -34,10 +24,12 @@ from typing_extensions import override
 
 from lightning_paro.collectives import ProcessGroups
 from lightning_paro.sharding import Engine, load_optimizer_state_dict, optimizer_state_dict
+from lightning_paro.strategies._activations import checkpoint_activations, module_classes
 from lightning_paro.strategies._checks import check_placement, check_state_dict, check_trainer
 from lightning_paro.strategies._failure import FailureWatch
 from lightning_paro.strategies._lockstep import Lockstep
 from lightning_paro.strategies._materialize import has_meta_tensors, materialize
+from lightning_paro.strategies._processes import ProcessesStrategy, one_of
 from lightning_paro.strategies.precision import adopt, policy_for
 from lightning_paro.topology import Partition, Topology
 
@@ -47,7 +39,7 @@ _live: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary(
 """Engines by the module they shard, so that a module left sharded by a failed run can be picked up again."""
 
 
-class ParoStrategy(ParallelStrategy):
+class ParoStrategy(ProcessesStrategy):
     """Data-parallel training with parameters, gradients and optimizer state each partitioned as it pays.
 
     Reference: Zhang et al., "Rethinking Memory and Communication Costs for Efficient Data Parallel Training of Large
@@ -107,25 +99,23 @@ class ParoStrategy(ParallelStrategy):
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
         )
         self.partition = Partition.parse(partition)
         self.group_size = group_size
-        self.num_nodes = 1
-        _one_of("nonfinite", nonfinite, ("propagate", "skip", "raise"))
-        _one_of("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
+        one_of("nonfinite", nonfinite, ("propagate", "skip", "raise"))
         self._units = units
         self._grad_dtype = grad_dtype
         self._reduce_dtype = reduce_dtype
         self._nonfinite = nonfinite
-        self._timeout = timeout
-        self._start_method = start_method
-        self._checkpointed = _as_classes("activation_checkpointing", activation_checkpointing)
-        self._process_group_backend = process_group_backend
+        self._checkpointed = module_classes("activation_checkpointing", activation_checkpointing)
         self._groups: ProcessGroups | None = None
         self._engine: Engine | None = None
         self._trained: Engine | None = None  # whose optimizers these are; a later validate has an engine of its own
         self._watch: FailureWatch | None = None
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self._failed = False
         self._runs = 0
 
@@ -169,55 +159,12 @@ class ParoStrategy(ParallelStrategy):
         with self.engine.full_parameters(module, writeback):
             yield
 
-    # ---- ranks and processes --------------------------------------------------------------------------------
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def is_distributed(self) -> bool:
-        """Lightning injects a DistributedSampler and syncs metrics only for strategies that say this."""
-        return True
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks on this host."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
-
-    @property
-    def process_group_backend(self) -> str | None:
-        """The backend of the process groups."""
-        return self._process_group_backend
-
-    @override
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if self._start_method == "popen":
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-        else:
-            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+    # ---- set-up and teardown --------------------------------------------------------------------------------
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        reset_seed()
-        self.set_world_ranks()
         topology = Topology(self.world_size, self.group_size or self.num_processes)
-        if self._process_group_backend is None:
-            self._process_group_backend = _get_default_process_group_backend_for_device(self.root_device)
-        assert self.cluster_environment is not None
-        device = self.root_device if self.root_device.type != "cpu" else None
-        _init_dist_connection(
-            self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device
-        )
         warning = check_placement(topology.group_size, self.num_processes, self.num_nodes)
         if warning:
             rank_zero_warn(warning)
@@ -226,16 +173,6 @@ class ParoStrategy(ParallelStrategy):
         self._runs += 1
         if topology.world_size > 1:
             self._watch = FailureWatch(self._groups, self._timeout)
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment, and everything that prints on rank 0 only, who this is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        for namespace in (fabric_rank_zero, pytorch_rank_zero):
-            namespace.rank_zero_only.rank = self.global_rank
-
-    # ---- set-up and teardown --------------------------------------------------------------------------------
 
     @property
     @override
@@ -289,7 +226,7 @@ class ParoStrategy(ParallelStrategy):
             self.model = self._layer_sync.apply(module)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
-        self._checkpoint_activations(module)
+        self._undo += checkpoint_activations(module, self._checkpointed)
         self._engine = Engine(
             module,
             self.partition,
@@ -311,6 +248,7 @@ class ParoStrategy(ParallelStrategy):
             self._trained = self._engine
             for optimizer in self.optimizers:
                 self._engine.attach(optimizer)
+            self._toggle_parameters(module)
         self.setup_precision_plugin()
 
     def _say_what_runs(self) -> None:
@@ -322,19 +260,18 @@ class ParoStrategy(ParallelStrategy):
         if frozen:
             rank_zero_info(f"{frozen:,} frozen parameters are kept in the compute dtype {engine.policy.param_dtype}.")
 
-    def _checkpoint_activations(self, module: nn.Module) -> None:
-        if not self._checkpointed:
-            return
-        chosen = [child for child in module.modules() if isinstance(child, self._checkpointed)]
-        if not chosen:
-            names = ", ".join(kind.__name__ for kind in self._checkpointed)
-            raise ValueError(
-                f"activation_checkpointing={names} selects no module of {type(module).__name__}. HINT: name the class "
-                "of the model's repeated block."
-            )
-        for child in chosen:
-            child.forward = _recomputed(child.forward)
-            self._undo.append(lambda child=child: child.__dict__.pop("forward", None))  # type: ignore[misc]
+    def _toggle_parameters(self, module: LightningModule) -> None:
+        """Lightning toggles what the param groups hold; the graph looks at the module's parameters."""
+
+        def on_parameters(method: Callable[[Any], None], optimizer: Any) -> None:
+            with ExitStack() as stack:
+                for shards in self.engine.optimizers:
+                    stack.enter_context(shards.on_parameters())
+                method(optimizer)
+
+        for name in ("toggle_optimizer", "untoggle_optimizer"):
+            vars(module)[name] = partial(on_parameters, getattr(module, name))
+            self._undo.append(partial(vars(module).pop, name, None))
 
     @override
     def teardown(self) -> None:
@@ -414,27 +351,6 @@ class ParoStrategy(ParallelStrategy):
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
 
-    # ---- collectives of the Trainer -------------------------------------------------------------------------
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not _distributed_is_initialized():
-            return obj
-        box = [obj]
-        torch.distributed.broadcast_object_list(box, src)
-        return box[0]
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if not _distributed_is_initialized():
-            return
-        on_gpu = self.root_device.type == "cuda" and self._process_group_backend == "nccl"
-        torch.distributed.barrier(device_ids=[self.root_device.index] if on_gpu else None)
-
     # ---- checkpoints ----------------------------------------------------------------------------------------
 
     @override
@@ -471,25 +387,6 @@ def _delegate(wrapper: LightningOptimizer) -> None:
     optimizer = wrapper.optimizer
     wrapper.zero_grad = lambda *args, **kwargs: optimizer.zero_grad(*args, **kwargs)  # type: ignore[attr-defined]
     wrapper.add_param_group = lambda group: optimizer.add_param_group(group)  # type: ignore[attr-defined]
-
-
-def _one_of(argument: str, value: object, valid: tuple[str, ...]) -> None:
-    if value not in valid:
-        raise ValueError(f"{argument}={value!r} is not understood: expected one of {', '.join(map(repr, valid))}.")
-
-
-def _as_classes(argument: str, value: Any) -> tuple[type[nn.Module], ...]:
-    classes = () if value is None else (value,) if isinstance(value, type) else tuple(value)
-    if not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in classes):
-        raise ValueError(f"{argument}={value!r} must name subclasses of torch.nn.Module and nothing else.")
-    return classes
-
-
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    return checkpointed
 
 
 def _states_to_host(optimizers: list[Optimizer]) -> None:
