@@ -84,7 +84,9 @@ def _chosen(root: nn.Module, units: UnitsArgument) -> dict[str, nn.Module]:
             if isinstance(module, (nn.Embedding, nn.Linear)) and _own_bytes(module) > LARGE_BYTES
         }
         blocks = repeated_blocks(root)
-        return blocks | {n: m for n, m in large.items() if not any(_inside(n, block) for block in blocks)}
+        alone = {name for name in large if not any(_inside(name, block) for block in blocks)}
+        in_order = root.named_modules(remove_duplicate=False)
+        return {name: module for name, module in in_order if name in blocks or name in alone}
     if callable(units):
         chosen = {name: module for name, module in root.named_modules() if name and units(module)}
     else:

@@ -14,7 +14,7 @@ from tests.distributed.loops import ALL, Alone, Block, Stack, adamw, assert_as_a
 from tests.distributed.pool import Pool
 
 
-def _simple(loop: Alone, model: nn.Module, steps: int = 3, micro_batches: int = 1) -> nn.Module:
+def _simple(loop: Alone, model: nn.Module, steps: int = 2, micro_batches: int = 1) -> nn.Module:
     """The plain loop: accumulation, clipping, AdamW."""
     loop.shard(model.double())
     optimizer = loop.attach(adamw(model))
