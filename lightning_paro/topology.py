@@ -187,10 +187,18 @@ class Topology:
             return None
         ng, m = self.num_groups, self.group_size
         why = "there is one rank" if self.world_size == 1 else "G equals I" if ng == 1 else "I equals N"
-        memory = f", {state_bytes / 1e9:.3g} GB of model state a rank" if state_bytes is not None else ""
+        memory = f", {_readable(state_bytes)} of model state a rank" if state_bytes is not None else ""
         line = (
             f"{partition} on {ng} group{'s' * (ng > 1)} x {m} rank{'s' * (m > 1)}: {why}, runs as {effective}{memory}"
         )
         if m == 1 and self.world_size > 1 and Granularity.I in (partition.p, partition.g, partition.os):
             line += "; for sharding use paro_ggg or a larger group_size"
         return line
+
+
+def _readable(nbytes: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if nbytes < 999.5:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"
