@@ -68,11 +68,11 @@ def load_optimizer_state_dict(engine: Engine, optimizer: torch.optim.Optimizer, 
     for saved, members in zip(full["param_groups"], shards.groups, strict=True):
         numbers = []
         for number, (flat, index) in zip(saved["params"], members, strict=True):
+            values = full["state"].get(number)
+            _check_shapes(shards, flat, index, values or {})  # on all ranks, whether they hold a part or not
             if flat.entry(index) is None:
                 continue
-            if number in full["state"]:
-                values = full["state"][number]
-                _check_shapes(shards, flat, index, values)
+            if values is not None:
                 state[local] = {key: part_of_state(key, value, flat, index) for key, value in values.items()}
             numbers.append(local)
             local += 1
@@ -148,7 +148,8 @@ def _merge(
     merged: dict[str, Any] = {}
     for key in next((kind for kind in kinds if kind), {}):
         found = [kind[key] for kind in kinds if key in kind]
-        if key in plain and not all(_same(found[0].value, kind.value) for kind in found):
+        told = [kind.value for kind in found if kind.dtype is None or kind.value is not None]
+        if key in plain and not (len(told) == len(found) and all(_same(told[0], value) for value in told)):
             raise ValueError(
                 f"'{key}' of '{flat.slots[index].name}' in the state of {type(shards.optimizer).__name__} is neither "
                 "of the parameter's shape nor the same on all ranks that hold a part of the parameter, so it cannot be "
@@ -159,6 +160,11 @@ def _merge(
 
 
 def _same(one: Any, other: Any) -> bool:
+    ones, others = tree_leaves(one), tree_leaves(other)
+    return len(ones) == len(others) and all(map(_equal, ones, others))
+
+
+def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.dtype is other.dtype and one.shape == other.shape and bool(((one == other) | (one != one)).all())
     return bool(one == other or one != one)
