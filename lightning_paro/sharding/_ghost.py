@@ -51,7 +51,7 @@ class _Released(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         culprit = next((a for a in _flatten((args, kwargs or {})) if isinstance(a, _Released)), None)
-        raise _error(culprit, getattr(func, "__name__", str(func)))
+        raise _error(culprit, _spoken(func))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter(released, shape={tuple(self.shape)}, dtype={self.dtype}, {self._paro_where})"
@@ -69,6 +69,12 @@ def _flatten(tree: Any) -> list[Any]:
     if isinstance(tree, dict):
         return [leaf for item in tree.values() for leaf in _flatten(item)]
     return [tree]
+
+
+def _spoken(function: Any) -> str:
+    """The name a user wrote: ``data``, not the ``__get__`` of its descriptor."""
+    name = getattr(function, "__name__", str(function))
+    return str(function.__self__.__name__ if name in ("__get__", "__set__", "__delete__") else name)
 
 
 def _error(parameter: _Released | None, what: str) -> RuntimeError:
@@ -121,7 +127,7 @@ class _GradientGhost(Tensor):
         culprit = next((a for a in _flatten((args, kwargs or {})) if isinstance(a, _GradientGhost)), None)
         name = getattr(culprit, "_paro_name", "a parameter")
         raise RuntimeError(
-            f"the gradient of '{name}' lies in shards over the ranks, so `{getattr(func, '__name__', func)}` cannot "
+            f"the gradient of '{name}' lies in shards over the ranks, so `{_spoken(func)}` cannot "
             "use it. HINT: `trainer.strategy.grad_norm()` gives the gradient norm, Trainer(gradient_clip_val=...) or "
             "`self.clip_gradients(...)` clips, and `lightning_paro.state_access(trainer).trainable_shards()` hands out "
             "the shards."
