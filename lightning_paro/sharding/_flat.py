@@ -173,6 +173,10 @@ class Flat:
             return
         self.is_whole = False
         self._haunt()
+        if not self.whole.untyped_storage().resizable():  # somebody has seen a view of it as a numpy array
+            with torch.inference_mode(False):
+                self.whole = torch.empty_like(self.whole)
+                self._views = [self._view(self.whole, slot) for slot in self.slots]
         self.whole.untyped_storage().resize_(0)
 
     def _haunt(self) -> None:

@@ -29,6 +29,7 @@ class OptimizerShards:
         optimizer: The user's optimizer; its param groups hold this rank's entries.
         groups: By param group, the slots it was given, in the user's order, empty ones included.
         moving: The flats, by identity, that its current step has seen gradients of; no others will have moved.
+        is_on_parameters: Whether the param groups hold the module's own parameters just now.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
@@ -36,6 +37,7 @@ class OptimizerShards:
         self.groups: list[list[Member]] = []
         self._engine = engine
         self.moving: dict[int, Flat] = {}
+        self.is_on_parameters = False
         self._detach: list[Callable[[], None]] = []
 
     def entries(self) -> Iterator[nn.Parameter]:
@@ -132,15 +134,17 @@ class OptimizerShards:
 
     @contextmanager
     def on_parameters(self) -> Iterator[None]:
-        """Inside the context the param groups hold the module's own parameters, for code that only looks at those."""
-        held = [list(group["params"]) for group in self.optimizer.param_groups]
+        """Inside the context the param groups hold the module's own parameters, for code that looks at those."""
         for group, members in zip(self.optimizer.param_groups, self.groups, strict=True):
             group["params"][:] = [flat.slots[index].parameter for flat, index in members]
+        self.is_on_parameters = True
         try:
             yield
         finally:
-            for group, entries in zip(self.optimizer.param_groups, held, strict=True):
-                group["params"][:] = entries
+            self.is_on_parameters = False
+            self.groups.clear()
+            for group in self.optimizer.param_groups:
+                self.add_group(group)
 
     def detach(self) -> None:
         """Let go of the optimizer: its hooks and wrappers are removed, its state stays."""
@@ -201,6 +205,8 @@ def swap(optimizer: torch.optim.Optimizer, engine: Engine) -> OptimizerShards:
 
     def add_param_group(group: dict[str, Any]) -> None:
         original_add(group)
+        if shards.is_on_parameters:
+            return
         try:
             shards.add_group(optimizer.param_groups[-1])
         except ValueError:

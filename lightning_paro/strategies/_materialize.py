@@ -43,19 +43,18 @@ def materialize(module: nn.Module, initialize: bool) -> None:
             store[name] = real[id(tensor)]
         if meta:
             touched.append(child)
-    if not initialize:
-        return
     pretrained = [m for m in module.modules() if hasattr(m, "initialize_weights") and hasattr(m, "tie_weights")]
     inside = {id(child) for model in pretrained for child in model.modules()}
-    for model in pretrained:
-        cast(Any, model).initialize_weights()
-    for child in touched:
-        if id(child) in inside:
-            continue
-        reset: Any = getattr(child, "reset_parameters", None)
-        if reset is None:
+    others = [child for child in touched if id(child) not in inside]
+    for child in others:  # raised on every rank, whether it initialises or not
+        if not hasattr(child, "reset_parameters"):
             raise TypeError(
                 f"{type(child).__name__} was built on the meta device but has no reset_parameters() to initialise "
                 "itself. HINT: define reset_parameters, or build the module without the meta device."
             )
-        reset()
+    if not initialize:
+        return
+    for model in pretrained:
+        cast(Any, model).initialize_weights()
+    for child in others:
+        cast(Any, child).reset_parameters()

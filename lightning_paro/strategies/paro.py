@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -29,6 +28,7 @@ from lightning_paro.strategies._checks import check_placement, check_state_dict,
 from lightning_paro.strategies._failure import FailureWatch
 from lightning_paro.strategies._lockstep import Lockstep
 from lightning_paro.strategies._materialize import has_meta_tensors, materialize
+from lightning_paro.strategies._param_groups import show_parameters
 from lightning_paro.strategies._processes import ProcessesStrategy, one_of
 from lightning_paro.strategies.precision import adopt, policy_for
 from lightning_paro.topology import Partition, Topology
@@ -164,7 +164,7 @@ class ParoStrategy(ProcessesStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        topology = Topology(self.world_size, self.group_size or self.num_processes)
+        topology = Topology(self.world_size, self.num_processes if self.group_size is None else self.group_size)
         warning = check_placement(topology.group_size, self.num_processes, self.num_nodes)
         if warning:
             rank_zero_warn(warning)
@@ -248,7 +248,7 @@ class ParoStrategy(ProcessesStrategy):
             self._trained = self._engine
             for optimizer in self.optimizers:
                 self._engine.attach(optimizer)
-            self._toggle_parameters(module)
+            self._undo += show_parameters(self._engine, module, trainer.callbacks)  # type: ignore[attr-defined]
         self.setup_precision_plugin()
 
     def _say_what_runs(self) -> None:
@@ -259,19 +259,6 @@ class ParoStrategy(ProcessesStrategy):
         frozen = engine.rounded_frozen()
         if frozen:
             rank_zero_info(f"{frozen:,} frozen parameters are kept in the compute dtype {engine.policy.param_dtype}.")
-
-    def _toggle_parameters(self, module: LightningModule) -> None:
-        """Lightning toggles what the param groups hold; the graph looks at the module's parameters."""
-
-        def on_parameters(method: Callable[[Any], None], optimizer: Any) -> None:
-            with ExitStack() as stack:
-                for shards in self.engine.optimizers:
-                    stack.enter_context(shards.on_parameters())
-                method(optimizer)
-
-        for name in ("toggle_optimizer", "untoggle_optimizer"):
-            vars(module)[name] = partial(on_parameters, getattr(module, name))
-            self._undo.append(partial(vars(module).pop, name, None))
 
     @override
     def teardown(self) -> None:
@@ -378,7 +365,13 @@ class ParoStrategy(ProcessesStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        states = checkpoint["optimizer_states"]
+        if len(states) not in (0, len(self.optimizers)):
+            raise ValueError(
+                f"the checkpoint holds {len(states)} optimizers, configure_optimizers returned {len(self.optimizers)}. "
+                "HINT: return the optimizers of the run that was saved, or load only the weights."
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=False):
             load_optimizer_state_dict(self.engine, optimizer, state)
 
 
