@@ -109,14 +109,17 @@ class Unit:
 
     def _install(self, module: nn.Module) -> None:
         unit = weakref.proxy(self)  # a hook that owns its unit is a cycle through the module
+        own = weakref.ref(module)  # a copy of the module has the hooks as well, but is not the unit's
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            unit._before_forward((args, kwargs))
+            if module is own():
+                unit._before_forward((args, kwargs))
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            unit._after_forward(output)
+            if module is own():
+                unit._after_forward(output)
 
         self._handles = [
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
