@@ -17,7 +17,7 @@ def check_trainer(trainer: Trainer, module: nn.Module) -> None:
     """Refuse what would be silently wrong on shards.
 
     Raises:
-        TypeError: If the Trainer or the module comes from ``pytorch_lightning``.
+        TypeError: If the Trainer, the module or a callback comes from ``pytorch_lightning``.
         ValueError: If a callback averages weights.
     """
     for thing, kind in ((trainer, Trainer), (module, LightningModule)):
@@ -27,6 +27,12 @@ def check_trainer(trainer: Trainer, module: nn.Module) -> None:
                 f"{type(thing).__name__}. HINT: import everything from `lightning.pytorch`, not `pytorch_lightning`."
             )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if any(base.__module__.partition(".")[0] == "pytorch_lightning" for base in type(callback).__mro__):
+            raise TypeError(
+                f"the Trainer is of the package lightning, but its callback {type(callback).__name__} is of "
+                "pytorch_lightning, whose classes are different objects. HINT: import everything from "
+                "`lightning.pytorch`."
+            )
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise ValueError(
                 f"{type(callback).__name__} averages the module's parameters, which ParoStrategy keeps in shards: the "

@@ -230,11 +230,11 @@ class _Finetuned(Regressor):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
-def _finetune(strategy: str, root: str) -> dict[str, Any]:
-    module = _Finetuned()
-    run = trainer(strategy, root, precision="64-true", max_epochs=3, callbacks=[_Unfreeze()])
-    run.fit(module)
-    run.save_checkpoint(f"{root}/{strategy}.ckpt")
+def _finetune(strategy: str, root: str, epochs: int = 3, resume: str | None = None) -> dict[str, Any]:
+    module = _Finetuned().double()
+    run = trainer(strategy, root, precision="64-true", max_epochs=epochs, callbacks=[_Unfreeze()])
+    run.fit(module, ckpt_path=resume)
+    run.save_checkpoint(f"{root}/{strategy}-{epochs}.ckpt")
     return values(module)
 
 
@@ -245,6 +245,17 @@ def test_finetuning_that_unfreezes_layers_and_adds_param_groups_equals_one_proce
     expected = _finetune("one", str(tmp_path))
     for weights in pool.run(_finetune, partition, str(tmp_path)):
         assert_close(weights, expected)
-    ours, theirs = load(tmp_path / f"{partition}.ckpt"), load(tmp_path / "one.ckpt")
+    ours, theirs = load(tmp_path / f"{partition}-3.ckpt"), load(tmp_path / "one-3.ckpt")
     assert len(theirs["optimizer_states"][0]["param_groups"]) == 3
     assert_close(ours, theirs)
+
+
+def test_finetuning_resumed_with_its_param_groups_equals_one_process(pool: Pool, tmp_path: Path) -> None:
+    root = str(tmp_path)
+    for strategy in ("one", "ggg"):  # saved after the blocks have got a group of their own
+        _finetune("one", root, 2) if strategy == "one" else pool.run(_finetune, strategy, root, 2)
+        assert len(load(tmp_path / f"{strategy}-2.ckpt")["optimizer_states"][0]["param_groups"]) == 2
+    expected = _finetune("one", root, 4, f"{root}/one-2.ckpt")
+    for saved in ("one", "ggg"):
+        for weights in pool.run(_finetune, "iig", root, 4, f"{root}/{saved}-2.ckpt"):
+            assert_close(weights, expected)

@@ -1,0 +1,173 @@
+"""Mistakes of a strategy that no error tells of: each of these was silently wrong in some strategy once."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_paro import ParoStrategy
+from tests.conformance.support import Regressor, assert_close, load, rank, samples, trainer, values
+from tests.distributed.pool import WORLD_SIZE, Pool
+
+
+def test_trap_1_the_strategy_says_that_it_is_distributed(tmp_path: Path) -> None:
+    run = Trainer(accelerator="cpu", devices=2, strategy="paro_iig", default_root_dir=tmp_path)
+    assert run._accelerator_connector.is_distributed
+
+
+def _trap_1(root: str) -> tuple[int, float]:
+    """Number of batches, and the mean over ranks of the rank."""
+
+    class Counting(Regressor):
+        def train_dataloader(self) -> DataLoader:
+            return DataLoader(samples(), batch_size=2)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("rank", float(rank()), sync_dist=True)
+
+    run = trainer("iig", root)
+    run.fit(Counting())
+    assert isinstance(run.train_dataloader.sampler, DistributedSampler)
+    return int(run.num_training_batches), float(run.callback_metrics["rank"])
+
+
+def test_trap_1_ranks_share_the_data_and_synchronise_what_they_log(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(_trap_1, str(tmp_path)) == [(6, 1.5)] * WORLD_SIZE
+
+
+# Trap 2, a GradScaler whose ranks diverge, needs fp16 and so a GPU: see tests/distributed/test_nccl.py and, for the
+# reduction of the flag itself, tests/unit.
+
+
+class _Pickled:
+    """Something that is not among the classes that ``weights_only`` loads."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+class _WithObject(Regressor):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["object"] = _Pickled(3)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.found = checkpoint["object"].value
+
+
+def _trap_3(root: str) -> list[Any]:
+    """Load a checkpoint with an object of an unknown class, with every value of ``weights_only``."""
+    run = trainer("iig", root)
+    run.fit(_WithObject())
+    run.save_checkpoint(f"{root}/object.ckpt")
+    results: list[Any] = []
+    for weights_only in (False, True):
+        module = _WithObject()
+        try:
+            trainer("iig", root, max_epochs=2).fit(module, ckpt_path=f"{root}/object.ckpt", weights_only=weights_only)
+            results.append(module.found)
+        except Exception as error:
+            results.append(str(error))
+    return results
+
+
+def test_trap_3_weights_only_reaches_the_loading_of_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    for unsafe, safe in pool.run(_trap_3, str(tmp_path)):
+        assert unsafe == 3
+        assert "Weights only load failed" in safe
+
+
+@pytest.mark.parametrize("strategy", ["paro_iig", "instance", "by setter"])
+def test_trap_4_precision_is_validated_whatever_way_the_strategy_is_given(tmp_path: Path, strategy: str) -> None:
+    given: Any = ParoStrategy("iig") if strategy != "paro_iig" else strategy
+    with pytest.raises(ValueError, match="does not support precision '16-true'"):
+        Trainer(accelerator="cpu", devices=2, strategy=given, precision="16-true", default_root_dir=tmp_path)
+
+
+def _cli(arguments: list[str]) -> Any:
+    cli = LightningCLI(Regressor, run=False, args=arguments, save_config_callback=None)
+    return cli.trainer.strategy
+
+
+COMMON = ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.logger=false"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "partition", "group_size"),
+    [
+        (["--trainer.strategy=paro_gig"], "gig", None),
+        (["--trainer.strategy=PARO_GIG"], "gig", None),
+        (["--trainer.strategy.class_path=lightning_paro.ParoStrategy"], "iig", None),
+        (["--trainer.strategy=lightning_paro.ParoStrategy", "--trainer.strategy.group_size=2"], "iig", 2),
+        (
+            [
+                "--trainer.strategy.class_path=lightning_paro.ParoStrategy",
+                "--trainer.strategy.init_args.partition=nng",
+                "--trainer.strategy.init_args.group_size=2",
+            ],
+            "nng",
+            2,
+        ),
+    ],
+    ids=lambda value: value[0].removeprefix("--trainer.strategy") if isinstance(value, list) else str(value),
+)
+def test_trap_5_the_command_line_builds_the_strategy(arguments: list[str], partition: str, group_size: Any) -> None:
+    strategy = _cli([*COMMON, *arguments])
+    assert isinstance(strategy, ParoStrategy)
+    assert str(strategy.partition) == partition
+    assert strategy.group_size == group_size
+
+
+def test_trap_5_a_class_path_without_arguments_is_taken_for_a_name_and_the_error_says_which() -> None:
+    with pytest.raises(ValueError, match="invalid strategy name: `strategy='lightning_paro.parostrategy'`"):
+        _cli([*COMMON, "--trainer.strategy=lightning_paro.ParoStrategy"])
+
+
+def test_trap_8_the_sampler_knows_of_all_nodes(tmp_path: Path) -> None:
+    run = Trainer(accelerator="cpu", devices=2, num_nodes=3, strategy="paro_iig", default_root_dir=tmp_path)
+    assert run.strategy.num_nodes == 3
+    assert run.strategy.num_processes == 2
+    assert run.world_size == 6
+    assert run.strategy.distributed_sampler_kwargs == {"num_replicas": 6, "rank": 0}
+
+
+class _Slow(TorchCheckpointIO):
+    """Still writing when the run is over, unless somebody waits."""
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(0.5)
+        super().save_checkpoint(*args, **kwargs)
+
+
+def _trap_9(root: str) -> tuple[bool, dict[str, Any], dict[str, Any]]:
+    module = _Saving(f"{root}/async.ckpt")
+    run = trainer("iig", root, plugins=[AsyncCheckpointIO(_Slow())])
+    run.fit(module)
+    is_written = rank() != 0 or Path(f"{root}/async.ckpt").exists()
+    run.strategy.barrier()
+    saved = load(f"{root}/async.ckpt")["state_dict"]
+    return is_written, {name: value.numpy() for name, value in saved.items()}, values(module)
+
+
+class _Saving(Regressor):
+    """Saves after its last step; the weights must be those of that moment although writing happens later."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 5:
+            self.trainer.save_checkpoint(self.path)
+
+
+def test_trap_9_an_asynchronous_checkpoint_is_written_before_the_run_ends(pool: Pool, tmp_path: Path) -> None:
+    for is_written, saved, weights in pool.run(_trap_9, str(tmp_path)):
+        assert is_written
+        assert_close(saved, weights, tolerance=0.0)
