@@ -160,7 +160,8 @@ class Engine:
 
         Args:
             module: Only the units that hold a parameter of this module; None for all.
-            writeback: Keep rank 0's changes.
+            writeback: Keep rank 0's changes. Without it they are lost, except where parameters are not partitioned
+                (p=N): there is no other copy of them.
         """
         chosen = self.units
         if module is not None:
@@ -174,6 +175,7 @@ class Engine:
             if writeback:
                 for unit in chosen:
                     for flat in unit.flats:
+                        flat.collect()
                         if self.topology.world_size > 1:
                             torch.distributed.broadcast(flat.whole, src=0)
                         flat.overwrite(flat.whole)

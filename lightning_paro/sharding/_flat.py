@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -104,6 +106,7 @@ class Flat:
         self.pending = 0
         self._expected: set[int] = set()
         self._arrived: set[int] = set()
+        self._gradient_ghosts: dict[int, Tensor] = {}
 
     def _slot(self, name: str, parameter: nn.Parameter, start: int) -> Slot:
         stop = start + parameter.numel()
@@ -203,6 +206,14 @@ class Flat:
         for slot in self.slots:  # as an in-place update would: a graph that saved the old values must not be used
             torch.autograd.graph.increment_version(slot.parameter)
 
+    def collect(self) -> None:
+        """While whole: take over what a user assigned to the ``data`` of a parameter."""
+        with torch.no_grad():
+            for slot, view in zip(self.slots, self._views, strict=True):
+                if slot.parameter.data_ptr() != view.data_ptr():
+                    view.copy_(slot.parameter)
+        self.attach()
+
     def overwrite(self, whole: Tensor) -> None:
         """Make the shards those of ``whole``, the same flat values on every rank, in any floating dtype.
 
@@ -273,7 +284,9 @@ class Flat:
     def entry(self, index: int) -> nn.Parameter | None:
         """What the optimizer holds in place of a parameter: its slice of the os shard, or None if that is empty."""
         if self.entries[index] is None and not self.slots[index].is_empty:
-            self.entries[index] = nn.Parameter(self._os_part(self.master, index))
+            entry = nn.Parameter(self._os_part(self.master, index))
+            entry._paro_parameter = weakref.ref(self.slots[index].parameter)  # type: ignore[attr-defined]
+            self.entries[index] = entry
         return self.entries[index]
 
     def freeze(self, keep_master: bool) -> None:
@@ -386,18 +399,19 @@ class Flat:
         self.used.update(used)
 
     def show(self) -> None:
-        """After a backward: hand what is at os to the optimizer's entries, and show it on the parameters."""
-        if self.gradient is None:
-            return
-        for index in self.used:
-            entry = self.entry(index)
-            if entry is not None:
-                entry.grad = self._os_part(self.gradient, index)
+        """After a backward: hand what is at os to the optimizer's entries; show that parameters have a gradient."""
+        for index in self.used | self.open:
             slot = self.slots[index]
-            if entry is not None and self.partition.os is N and entry.dtype == slot.parameter.dtype:
-                slot.parameter.grad = entry.grad
-            elif slot.parameter.grad is None:
-                slot.parameter.grad = gradient_ghost(slot.parameter, slot.name)
+            entry = self.entry(index) if index in self.used else None
+            if entry is not None and self.gradient is not None:
+                entry.grad = self._os_part(self.gradient, index)
+                if self.partition.os is N and index not in self.open and entry.dtype == slot.parameter.dtype:
+                    slot.parameter.grad = entry.grad
+            if slot.parameter.grad is None:
+                if index not in self._gradient_ghosts:
+                    zero = functools.partial(_zero, weakref.ref(self), index)
+                    self._gradient_ghosts[index] = gradient_ghost(slot.parameter, slot.name, zero)
+                slot.parameter.grad = self._gradient_ghosts[index]
 
     def check_untouched(self, index: int) -> None:
         """Refuse a gradient that the user assigned to a module parameter: the optimizer would not see it."""
@@ -414,10 +428,11 @@ class Flat:
 
     def hide(self) -> None:
         """Before a backward: take the shown gradients off the parameters. One the user removed is cleared for good."""
-        removed = [index for index in self.used if self.slots[index].parameter.grad is None]
+        shown = self.used | self.open
+        removed = [index for index in shown if self.slots[index].parameter.grad is None]
         if removed:
             self.clear(removed)
-        for index in self.used:
+        for index in shown:
             self.slots[index].parameter.grad = None
 
     def clear(self, indices: Iterable[int]) -> None:
@@ -433,7 +448,10 @@ class Flat:
         self.open -= indices
         if not (self.used or self.open):
             self.accumulator = self.gradient = None
-            return
+        self.zero(indices)
+
+    def zero(self, indices: Iterable[int]) -> None:
+        """Make the gradient of some slots zero, at g and at os."""
         for index in indices:
             slot = self.slots[index]
             if self.gradient is not None:
@@ -455,3 +473,10 @@ class Flat:
         gradients = sum(t.nbytes for t in (self.accumulator, self.gradient) if t is not None)
         master = self.master.nbytes if self.master.data_ptr() != self._os_view().data_ptr() else 0
         return {"parameters": self.shard.nbytes, "gradients": gradients, "master": master}
+
+
+def _zero(flat: weakref.ref[Flat], index: int) -> None:
+    """What ``zero_`` of a stand-in does; weak, because a parameter's gradient is out of the collector's sight."""
+    here = flat()
+    if here is not None:
+        here.zero([index])

@@ -7,6 +7,7 @@ that says what to do as soon as somebody computes with them.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -55,6 +56,9 @@ class _Released(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter(released, shape={tuple(self.shape)}, dtype={self.dtype}, {self._paro_where})"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise _error(self, "copy.deepcopy")
@@ -118,9 +122,13 @@ class _GradientGhost(Tensor):
     """Stands in ``parameter.grad`` while the gradient itself lies in the shards of all ranks."""
 
     _paro_name: str
+    _paro_zero: Callable[[], None]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.zero_:
+            args[0]._paro_zero()
+            return args[0]
         if func in _ALLOWED or func in _GRADIENT_ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -136,16 +144,26 @@ class _GradientGhost(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Gradient(sharded, shape={tuple(self.shape)}, dtype={self.dtype}, of '{self._paro_name}')"
 
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
 
-# What `zero_grad(set_to_none=True)` of torch and Lightning does before it drops a gradient.
+
+# What `zero_grad` of torch and Lightning does before it drops a gradient or makes it zero.
 _GRADIENT_ALLOWED = frozenset({Tensor.detach_, Tensor.requires_grad_})
 
 
-def gradient_ghost(parameter: Tensor, name: str) -> Tensor:
-    """A stand-in for the gradient of ``parameter``: not None, of its shape and dtype, refusing to compute."""
+def gradient_ghost(parameter: Tensor, name: str, zero: Callable[[], None]) -> Tensor:
+    """A stand-in for the gradient of ``parameter``: not None, of its shape and dtype, refusing to compute.
+
+    Args:
+        parameter: The parameter.
+        name: Its name.
+        zero: What ``zero_`` does, which is all that can be done to it.
+    """
     values = nan_ghost(parameter.shape, parameter.dtype, parameter.device)
     ghost: Tensor = values.as_subclass(_GradientGhost)
     ghost._paro_name = name  # type: ignore[attr-defined]
+    ghost._paro_zero = zero  # type: ignore[attr-defined]
     return ghost
 
 

@@ -126,9 +126,8 @@ class OptimizerShards:
                 continue
             entries.append(entry)
             if state:
-                self.optimizer.state[entry] = {
-                    key: part_of_state(key, value, flat, index) for key, value in state.items()
-                }
+                parts = {key: part_of_state(key, value, flat, index) for key, value in state.items()}
+                self.optimizer.state[entry] = {key: _on(entry.device, part) for key, part in parts.items()}
         group["params"][:] = entries
         self.groups.append(members)
 
@@ -147,10 +146,27 @@ class OptimizerShards:
                 self.add_group(group)
 
     def detach(self) -> None:
-        """Let go of the optimizer: its hooks and wrappers are removed, its state stays."""
-        for undo in self._detach:
-            undo()
-        self._detach.clear()
+        """Let go of the optimizer: its param groups hold the module's parameters again, without hooks and wrappers.
+
+        Its state stays with the entries, to be saved, or to be taken up by the next engine.
+        """
+        while self._detach:
+            self._detach.pop()()
+        for group, members in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group["params"][:] = [flat.slots[index].parameter for flat, index in members]
+
+    @contextmanager
+    def on_entries(self) -> Iterator[None]:
+        """Inside the context the param groups hold the entries, also after :meth:`detach`."""
+        held = [list(group["params"]) for group in self.optimizer.param_groups]
+        for group, members in zip(self.optimizer.param_groups, self.groups, strict=True):
+            entries = [flat.entry(index) for flat, index in members]
+            group["params"][:] = [entry for entry in entries if entry is not None]
+        try:
+            yield
+        finally:
+            for group, parameters in zip(self.optimizer.param_groups, held, strict=True):
+                group["params"][:] = parameters
 
 
 def part_of_state(key: str, value: Any, flat: Flat, index: int) -> Any:
@@ -164,6 +180,27 @@ def part_of_state(key: str, value: Any, flat: Flat, index: int) -> Any:
     return value.reshape(-1)[slot.offset : slot.offset + size].clone()
 
 
+def _take_up(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
+    """Hand state that an earlier engine left with its entries over to the parameters, to be swapped with them."""
+    layout = (engine.partition, engine.topology)
+    before = getattr(optimizer, "_paro_layout", layout)
+    if before != layout and engine.any_rank(bool(optimizer.state)):
+        raise ValueError(
+            f"{type(optimizer).__name__} holds state from a run with another partition or topology, {before[0]} on "
+            f"{before[1]}; this one is {layout[0]} on {layout[1]}. HINT: build a new one in configure_optimizers, "
+            "and load a checkpoint to go on with the old state."
+        )
+    optimizer._paro_layout = layout  # type: ignore[attr-defined]
+    for entry in list(optimizer.state):
+        parameter = getattr(entry, "_paro_parameter", lambda: None)()
+        if parameter is not None:
+            optimizer.state[parameter] = optimizer.state.pop(entry)
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return value.to(device) if isinstance(value, Tensor) and value.dim() else value
+
+
 def swap(optimizer: torch.optim.Optimizer, engine: Engine) -> OptimizerShards:
     """Put an optimizer on shards, see :meth:`Engine.attach`.
 
@@ -174,6 +211,7 @@ def swap(optimizer: torch.optim.Optimizer, engine: Engine) -> OptimizerShards:
     if engine.partition.os is not Granularity.N:
         check_elementwise(optimizer)
     shards = OptimizerShards(optimizer, engine)
+    _take_up(optimizer, engine)
     for group in optimizer.param_groups:
         shards.add_group(group)
 

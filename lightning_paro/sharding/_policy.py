@@ -8,6 +8,8 @@ import torch
 
 __all__ = ["PrecisionPolicy"]
 
+_CAST = (torch.float32, torch.float16, torch.bfloat16)  # float64 is left alone, and so is what is quantised
+
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
@@ -29,8 +31,8 @@ class PrecisionPolicy:
     inter_dtype: torch.dtype | None = None
 
     def compute_dtype(self, own: torch.dtype) -> torch.dtype:
-        """The dtype in which a parameter of dtype ``own`` computes; integers are left alone."""
-        return self.param_dtype if self.param_dtype is not None and own.is_floating_point else own
+        """The dtype in which a parameter of dtype ``own`` computes; only what autocast would cast is changed."""
+        return self.param_dtype if self.param_dtype is not None and own in _CAST else own
 
     def master_dtype(self, own: torch.dtype) -> torch.dtype:
         """The dtype in which the optimizer updates a parameter of dtype ``own``."""

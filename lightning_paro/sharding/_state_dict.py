@@ -40,7 +40,8 @@ def optimizer_state_dict(engine: Engine, optimizer: torch.optim.Optimizer) -> di
         numbers = list(range(start, start + len(group)))
         groups.append({**_to_host({k: v for k, v in live.items() if k != "params"}), "params": numbers})
         start += len(group)
-    return {**shards.optimizer.state_dict(), "state": state, "param_groups": groups}
+    with shards.on_entries():  # whatever else the optimizer's own state dict has
+        return {**shards.optimizer.state_dict(), "state": state, "param_groups": groups}
 
 
 def load_optimizer_state_dict(engine: Engine, optimizer: torch.optim.Optimizer, full: Mapping[str, Any]) -> None:

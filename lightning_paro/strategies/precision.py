@@ -48,7 +48,15 @@ class _Half(_Sharded, HalfPrecision):
 
 
 class _Mixed(_Sharded, MixedPrecision):
-    pass
+    """Lightning files a plugin's state under the name of its class: here that of its own, as other strategies do."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if type(self).__qualname__ in checkpoint:
+            checkpoint[MixedPrecision.__qualname__] = checkpoint.pop(type(self).__qualname__)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if MixedPrecision.__qualname__ in checkpoint:
+            checkpoint[type(self).__qualname__] = checkpoint[MixedPrecision.__qualname__]
 
 
 class _Scaler(GradScaler):
@@ -85,8 +93,8 @@ def adopt(plugin: Precision) -> _Sharded:
     if isinstance(plugin, MixedPrecision) and kind is MixedPrecision:
         return _Mixed("bf16-mixed", plugin.device) if name == "bf16-mixed" else _with_scaler(plugin)
     raise ValueError(
-        f"ParoStrategy does not support precision {name!r} ({kind.__name__}); expected one of {', '.join(_SUPPORTED)}. "
-        "HINT: on recent GPUs use precision='bf16-mixed'."
+        f"ParoStrategy does not support precision {name!r} ({kind.__name__}); expected one of {', '.join(_SUPPORTED)}, "
+        "by name or as the plugin of Lightning itself. HINT: on recent GPUs use precision='bf16-mixed'."
     )
 
 
