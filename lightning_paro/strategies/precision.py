@@ -34,6 +34,12 @@ class _Sharded(Precision):
             scale = (clip_val / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
 
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clamp the gradients of ``optimizer``; torch's function refuses a rank that holds none."""
+        parameters = [p for p in self.main_params(optimizer) if p.grad is not None]
+        if parameters:
+            torch.nn.utils.clip_grad_value_(parameters, clip_val)
+
 
 class _Full(_Sharded):
     pass

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -42,8 +44,43 @@ def test_trap_1_ranks_share_the_data_and_synchronise_what_they_log(pool: Pool, t
     assert pool.run(_trap_1, str(tmp_path)) == [(6, 1.5)] * WORLD_SIZE
 
 
-# Trap 2, a GradScaler whose ranks diverge, needs fp16 and so a GPU: see tests/distributed/test_nccl.py and, for the
-# reduction of the flag itself, tests/unit.
+class _Half(Regressor):
+    """Mixed fp16, which Lightning gives to GPUs only; the gradient of rank 2 is infinite at the third step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("inf") if batch_idx == 2 and (rank() == 2 or self.trainer.world_size == 1) else loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen = [*getattr(self, "seen", []), self.trainer.precision_plugin.scaler.get_scale()]
+
+
+def _trap_2(strategy: str, root: str, resume: str | None = None) -> tuple[list[float], dict[str, Any]]:
+    """The scale of the loss after every step, and the weights at the end."""
+    module = _Half()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    run = trainer(strategy, root, plugins=[plugin], max_epochs=1 if resume is None else 2, gradient_clip_val=1.0)
+    run.fit(module, ckpt_path=resume)
+    if resume is None:
+        run.save_checkpoint(f"{root}/{strategy}.ckpt")
+    return module.seen, values(module)
+
+
+@pytest.mark.parametrize("partition", ["nnn", "nig", "iig", "ggg"])
+def test_trap_2_ranks_of_a_gradient_scaler_skip_together(pool: Pool, tmp_path: Path, partition: str) -> None:
+    root = str(tmp_path)
+    scales, weights = _trap_2("one", root)
+    assert scales == [1024.0, 1024.0, 512.0, 512.0, 512.0, 1024.0]  # halved at the infinite step, doubled after three
+    for ours, trained in pool.run(_trap_2, partition, root):
+        assert ours == scales
+        assert_close(trained, weights, tolerance=2e-2)  # the forward rounds to ten bits
+    ours, theirs = load(f"{root}/{partition}.ckpt"), load(f"{root}/one.ckpt")
+    assert ours["MixedPrecision"] == theirs["MixedPrecision"]
+    assert list(ours) == list(theirs)
+    continued, _ = _trap_2("one", root, resume=f"{root}/{partition}.ckpt")
+    for scales, _ in pool.run(_trap_2, partition, root, resume=f"{root}/one.ckpt"):
+        assert scales == continued
 
 
 class _Pickled:
