@@ -22,7 +22,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 
 
 class Row(NamedTuple):
-    """A row of the table in docs/architecture.md."""
+    """A row of the table in docs/paro.md."""
 
     precision: str
     parameters: torch.dtype

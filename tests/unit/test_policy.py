@@ -1,4 +1,4 @@
-"""The precision table of docs/architecture.md as values: which dtype each piece of model state has."""
+"""The precision table of docs/paro.md as values: which dtype each piece of model state has."""
 
 from __future__ import annotations
 
