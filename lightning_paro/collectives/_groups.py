@@ -32,12 +32,11 @@ class ProcessGroups:
 
     @classmethod
     def create(cls, topology: Topology, timeout: timedelta | None = None) -> ProcessGroups:
-        """Create the groups of ``topology``, or hand out those already created over the same world.
-
-        Every rank must call this with the same topology.
+        """Create the groups of ``topology``, or hand out those already created over the same world. Collective.
 
         Raises:
-            ValueError: If the topology's world size is not that of the default process group.
+            ValueError: If the topology's world size is not that of the default process group, or if ranks do not agree
+                on the group size.
         """
         if topology.world_size == 1:
             return cls(topology, 0, None, None, None, None)
@@ -46,6 +45,15 @@ class ProcessGroups:
                 f"the topology has {topology.world_size} ranks, but the process group has {dist.get_world_size()}."
             )
         world = dist.group.WORLD
+        control = _control_group(world, timeout)
+        sizes: list[int] = [0] * topology.world_size
+        dist.all_gather_object(sizes, topology.group_size, group=control)
+        if len(set(sizes)) > 1:
+            by_rank = ", ".join(f"rank {rank}: {size}" for rank, size in enumerate(sizes))
+            raise ValueError(
+                f"the ranks do not agree on group_size ({by_rank}). HINT: it defaults to the number of ranks on a "
+                "host; where hosts differ in that, pass one group_size on all of them."
+            )
         known = _created.get(topology)
         if known is not None and known[0] is world:
             return known[1]
@@ -60,7 +68,7 @@ class ProcessGroups:
             intra_gather=_new_groups(rows, timeout)[i],
             intra_reduce=_new_groups(rows, timeout)[i],
             inter=_new_groups(columns, timeout)[j],
-            control=dist.new_group(backend="gloo", timeout=timeout),
+            control=control,
         )
         _created[topology] = (world, groups)
         return groups
@@ -72,6 +80,15 @@ class ProcessGroups:
 
 # A communicator costs memory and seconds: a second Trainer over the same world gets the same ones.
 _created: dict[Topology, tuple[object, ProcessGroups]] = {}
+_controls: dict[object, dist.ProcessGroup] = {}
+
+
+def _control_group(world: object, timeout: timedelta | None) -> dist.ProcessGroup:
+    """The gloo group over all ranks of ``world``."""
+    if world not in _controls:
+        _controls.clear()
+        _controls[world] = dist.new_group(backend="gloo", timeout=timeout)
+    return _controls[world]
 
 
 def _new_groups(ranks: list[list[int]], timeout: timedelta | None) -> list[dist.ProcessGroup | None]:
