@@ -43,11 +43,12 @@ class FailureWatch:
         self._store: Any = dist.distributed_c10d.PrefixStore(f"lightning_paro/run{next(_runs)}", store.clone())
         self._stall = min(_STALL_SECONDS, timeout.total_seconds() / 3) if timeout else _STALL_SECONDS
         self._ended = threading.Event()
+        self._failed = False
         threading.Thread(target=self._watch, name="lightning_paro failure watch", daemon=True).start()
 
     def publish(self, error: BaseException) -> None:
-        """Tell the other ranks what was raised here, and stop watching."""
-        self._ended.set()
+        """Tell the other ranks what was raised here; from now on only watch that they are still there."""
+        self._failed = True
         text = "".join(traceback.format_exception(error))
         with contextlib.suppress(RuntimeError):  # the store died with rank 0, whose error is the one that counts
             self._tell(f"rank {self._groups.rank} failed at {self._groups.progress.place}:\n{text}")
@@ -64,6 +65,11 @@ class FailureWatch:
         published = None
         while not self._ended.wait(_POLL_SECONDS):
             try:
+                if self._failed:  # perhaps all ranks did, and save a checkpoint together
+                    if self._store.check(["left"]):
+                        message = "this rank failed, and the others have left."
+                        break
+                    continue
                 if self._store.check(["error"]):
                     message = self._store.get("error").decode()
                     break
@@ -84,6 +90,8 @@ class FailureWatch:
                 file=sys.stderr,
                 flush=True,
             )
+            with contextlib.suppress(RuntimeError):
+                self._store.set("left", "")
             os._exit(1)
 
     def _look_for_deadlock(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,12 @@ class Lockstep(Callback):
 
     Args:
         engine: The engine of the run.
+        publish: Tells the other ranks of an exception, before a callback tries to save a checkpoint with them.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, publish: Callable[[BaseException], None]) -> None:
         self._engine = engine
+        self._publish = publish
         self._compare_steps = False
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -42,6 +44,10 @@ class Lockstep(Callback):
         if bool(self._engine.maximum(flags, "comparing the number of training batches").all()):
             count = f"{'' if progress.is_last_batch else 'more than '}{progress.current.ready}"
             raise _uneven(self._engine.agree("counting the training batches", lambda: count))
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """A checkpoint on exception is saved only if all ranks fail; one that fails alone says so first."""
+        self._publish(exception)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """This rank's batches are done, the others' perhaps not."""

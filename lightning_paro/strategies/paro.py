@@ -237,7 +237,7 @@ class ParoStrategy(ProcessesStrategy):
             nonfinite=self._nonfinite,
         )
         _live[module] = self._engine
-        lockstep = Lockstep(self._engine)
+        lockstep = Lockstep(self._engine, self.on_exception)
         trainer.callbacks.insert(0, lockstep)  # type: ignore[attr-defined]
         self._undo.append(lambda: trainer.callbacks.remove(lockstep))  # type: ignore[attr-defined]
         self.precision_plugin.engine = self._engine  # type: ignore[attr-defined]
@@ -262,7 +262,7 @@ class ParoStrategy(ProcessesStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._watch is not None and not self._failed:
+        if self._watch is not None:
             self._watch.stop()
         module = self.lightning_module
         if self._engine is not None and module is not None and module in _live:
