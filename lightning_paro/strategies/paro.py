@@ -310,11 +310,7 @@ class ParoStrategy(ProcessesStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        self.engine.backward_begin()
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        self.engine.backward_end()
+        self.engine.backward_begin()  # the precision plugin ends it
 
     @contextmanager
     @override

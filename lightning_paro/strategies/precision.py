@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
@@ -21,9 +22,15 @@ _SUPPORTED = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed")
 
 
 class _Sharded(Precision):
-    """What the sharded precision plugins share: clipping by the norm of the whole gradient, not of a shard."""
+    """What the sharded precision plugins share: the end of a backward, and clipping by the norm of all shards."""
 
     engine: Engine | None = None
+
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        """End the engine's backward before ``on_after_backward``, where users look at gradients."""
+        assert self.engine is not None
+        self.engine.backward_end()
+        return super().post_backward(tensor, module)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Scale the gradients of ``optimizer`` so that their norm over all ranks is at most ``clip_val``."""

@@ -96,6 +96,24 @@ def test_clipping_and_the_gradient_norm_are_those_of_the_whole_batch(
         assert all(math.isclose(a, limit, rel_tol=1e-5) for a in after)
 
 
+class _AfterBackward(_Norms):
+    """Notes the gradient norm, and how many parameters show a gradient, as soon as Lightning says it is there."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None: ...
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def on_after_backward(self) -> None:
+        shown = sum(parameter.grad is not None for parameter in self.parameters())
+        self.seen = [*getattr(self, "seen", []), float(shown), self.norm()]
+
+
+@pytest.mark.parametrize("partition", COVER)
+def test_on_after_backward_sees_the_gradient_of_the_whole_batch(pool: Pool, tmp_path: Path, partition: str) -> None:
+    oracle = _compare(pool, tmp_path, partition, _AfterBackward)
+    assert all(shown == len(list(Regressor().parameters())) for shown in oracle["seen"][::2])
+
+
 class _TwoSchedulers(Regressor):
     """One scheduler by step that also cycles beta1, one by epoch that looks at a metric."""
 
