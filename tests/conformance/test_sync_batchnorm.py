@@ -32,7 +32,7 @@ class Net(LightningModule):
 
 def _fit(strategy: Any, devices: int) -> dict[str, Tensor]:
     seed_everything(0, verbose=False)
-    module = Net()
+    module = Net().double()  # a started process hands its weights to this very module
     trainer = Trainer(
         strategy=strategy, devices=devices, accelerator="gpu", precision="64-true", sync_batchnorm=True, max_epochs=2,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
