@@ -158,4 +158,4 @@ def test_the_console_script_trains_the_example_on_two_ranks(tmp_path: Path) -> N
     trainer = ["--trainer.devices", "2", "--trainer.fast_dev_run", "2", "--trainer.default_root_dir", tmp_path]
     output = call(SCRIPT, "fit", "-c", YAML, *small, *trainer)
     assert "GLOBAL_RANK: 1, MEMBER: 2/2" in output
-    assert "`Trainer.fit` stopped: `max_steps=2` reached" in output
+    assert "`Trainer.fit` stopped: `max_epochs=1` reached" in output
