@@ -16,7 +16,7 @@ from tests.distributed.comparing import differences
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import SPREAD, Bank, Session, Setting, batch, check, loss_of
 
-SETTINGS = [*SPREAD, Setting("gig", 4), Setting("iii", 1)]
+SETTINGS = [Setting("iig"), Setting("nnn"), Setting("gig", 4), Setting("iii", 1)]
 NAMES = ("good", "bad")
 BAD_STEPS = (2, 5)
 

@@ -159,6 +159,7 @@ def test_the_self_test_leaves_no_trace(kind: type[Optimizer]) -> None:
         OneCycleLR(optimizer, 0.1, total_steps=10) if issubclass(kind, AdamW) else LambdaLR(optimizer, lambda step: 1.0)
     )
     optimizer.step()
+    usual = fired[:]  # twice where the step of the base class has hooks too
     fired.clear()
 
     def trace() -> Any:
@@ -180,7 +181,7 @@ def test_the_self_test_leaves_no_trace(kind: type[Optimizer]) -> None:
     assert optimizer.step is step
     assert not fired
     optimizer.step()
-    assert fired == ["pre", "post"]
+    assert fired == usual
     scheduler.step()
 
 
