@@ -1,7 +1,8 @@
-"""The numbers in docs/paro.md, recomputed from the formulas of the same page."""
+"""The numbers in docs/paro.md: recomputed from the formulas of the same page, or those of a committed measurement."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 from lightning_paro import Granularity, Partition, Topology
 
 N, I, G = Granularity  # noqa: E741
-PAGE = (Path(__file__).parents[2] / "docs" / "paro.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "paro.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| ([nig]{3}) \|[^|]*\| ([\d.]+) \| ([^|]+) \| ([^|]+) \|$", PAGE, re.MULTILINE)
 
 
@@ -46,3 +48,18 @@ def test_a_row_of_the_table_follows_from_the_formulas(row: tuple[str, str, str, 
     for s in (1, 3, 10):
         written = tuple(eval(re.sub(r"(\d)s", r"\1*s", cell), {"s": s}) for cell in row[2:])
         assert written == sent(partition, s)
+
+
+def test_the_measured_table_is_that_of_the_committed_results() -> None:
+    report = json.loads((ROOT / "benchmarks" / "results" / "posed_cluster.json").read_text())
+    cells = [re.split(r" *\| *", line.strip("| \n")) for line in PAGE.splitlines() if re.match(r"\| (DDP|paro_)", line)]
+    written = [row for row in cells if "mixed" in row[0] or "true" in row[0]]
+    assert len(written) == len(report["rows"])
+    for row, result in zip(written, report["rows"], strict=True):
+        assert row[0].lower().replace(", ", "/") == result["run"]
+        measured = [result["losses"][-1], result["max_difference_to_ddp"], result["median_step_s"]]
+        assert row[1:4] == [f"{measured[0]:.4f}", f"{measured[1]:.4f}", f"{measured[2]:.3f}"]
+        assert row[4] == f"{max(result['peak_bytes']) / 1e9:.2f}"
+        if result["predicted_bytes"]:
+            assert row[5] == f"{result['predicted_bytes'] / 1e9:.2f}"
+            assert max(result["peak_bytes"]) < 1.03 * result["predicted_bytes"]
