@@ -74,8 +74,9 @@ class Evaluation:
             partners = topology.intra_ranks(topology.coordinates(rank)[0])
         for index in sorted(set(wishes[partners].tolist()) - {-1}):
             for flat in self._units[index].flats:
-                flat.gather()
-                if self._units[index] is not wanted:
+                was_whole = flat.is_whole  # another unit may run inside this one
+                flat.gather(again=True)
+                if self._units[index] is not wanted and not was_whole:
                     flat.release()
         return bool((wishes >= 0).any())
 

@@ -159,12 +159,17 @@ class Flat:
             mark_whole(slot.parameter)
             slot.parameter.data = view  # not a Parameter made of the view: that would share its version counter
 
-    def gather(self) -> None:
-        """Climb from rung p to N, into the same storage every time: views that autograd saved stay valid."""
-        if self.is_whole:
+    def gather(self, again: bool = False) -> None:
+        """Climb from rung p to N, into the same storage every time: views that autograd saved stay valid.
+
+        Args:
+            again: Even if the whole values are there, because other ranks need this one to take part.
+        """
+        if self.is_whole and not again:
             return
         with torch.inference_mode(False), torch.no_grad():
-            self.whole.untyped_storage().resize_(self._storage_bytes)
+            if not self.is_whole:
+                self.whole.untyped_storage().resize_(self._storage_bytes)
             with self._progress(f"gathering unit '{self.unit}'"):
                 self.ladder.climb(self.shard, self.partition.p, self.whole, N)
         self.is_whole = True

@@ -33,7 +33,7 @@ from tests.distributed.comparing import Values, differences, values_of
 from tests.distributed.pool import WORLD_SIZE, Pool
 
 ALL = tuple(str(partition) for partition in Partition.valid())
-SOME = ("nnn", "nig", "iii", "iig", "igg", "ggg")
+SOME = ("nnn", "nig", "iig", "igg", "ggg")  # every granularity of everything, in five
 P_WHOLE = tuple(name for name in ALL if name[0] == "n")
 TOLERANCE = 1e-10
 

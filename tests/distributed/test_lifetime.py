@@ -48,6 +48,8 @@ def _raise(_: Tensor) -> None:
 
 
 def _remains(partition: str, how: str) -> list[str]:
+    gc.collect()
+    gc.freeze()  # what is there by now need not be walked again
     loop, model, optimizer = _trained(partition)
     engine = loop.engine
     parts = [engine, *engine.units, *engine.flats, *engine.optimizers, engine.evaluation]
@@ -61,6 +63,7 @@ def _remains(partition: str, how: str) -> list[str]:
         del model, optimizer
     del loop, engine, parts
     gc.collect()
+    gc.unfreeze()
     found = [f"a {name} is alive" for name, reference in remains if reference() is not None]
     found += ["a buffer of whole values is alive" for storage in storages if how != "abandon" and storage() is not None]
     if how == "close":
@@ -82,7 +85,7 @@ def _remains(partition: str, how: str) -> list[str]:
 
 @pytest.mark.parametrize("how", ["close", "abandon", "drop"])
 def test_nothing_of_an_engine_survives_it(pool: Pool, how: str) -> None:
-    for partition in SOME:
+    for partition in ("nnn", "iig", "ggg"):
         for rank, found in enumerate(pool.run(_remains, partition, how)):
             assert not found, f"{partition}, rank {rank}: {found[:5]}"
 
@@ -111,7 +114,7 @@ class Attending(Block):
 
 class Decoder(Stack):
     def __init__(self, watch: Watch) -> None:
-        super().__init__(*(Attending() for _ in range(6)))
+        super().__init__(*(Attending() for _ in range(4)))
         self.watch = watch
 
     def forward(self, x: Tensor) -> Tensor:
@@ -160,8 +163,8 @@ def test_one_block_at_a_time_is_whole_and_staged(pool: Pool) -> None:
     """Also where every block reads a memory whose own gradient is complete only after the last of them."""
     for partition in ALL:
         for whole, staged, looks in pool.run(_most_at_once, partition):
-            assert looks == 2 * 2 * 6
-            assert whole == 6 if partition[0] == "n" else whole <= 2, (partition, whole)
+            assert looks == 2 * 2 * 4
+            assert whole == 4 if partition[0] == "n" else whole <= 2, (partition, whole)
             assert staged <= (0 if partition[1] == "n" else 2), (partition, staged)
 
 

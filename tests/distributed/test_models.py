@@ -24,7 +24,7 @@ def _gpt2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**sizes, **dropout, use_cache=False)).double()
 
 
-def _train_on_tokens(loop: Alone, model: nn.Module, micro_batches: int = 2, **options: Any) -> nn.Module:
+def _train_on_tokens(loop: Alone, model: nn.Module, micro_batches: int = 1) -> nn.Module:
     model.train()
     loop.shard(model)
     optimizer = loop.attach(adamw(model))
@@ -46,7 +46,7 @@ def _train_on_tokens(loop: Alone, model: nn.Module, micro_batches: int = 2, **op
 
 
 def _transformers(loop: Alone) -> nn.Module:
-    return _train_on_tokens(loop, _gpt2())
+    return _train_on_tokens(loop, _gpt2(), micro_batches=2)
 
 
 def _transformers_checkpointed(loop: Alone) -> nn.Module:
@@ -69,7 +69,7 @@ def _lora() -> nn.Module:
 
 
 def _peft(loop: Alone) -> nn.Module:
-    return _train_on_tokens(loop, _lora())
+    return _train_on_tokens(loop, _lora(), micro_batches=2)
 
 
 def _peft_checkpointed(loop: Alone) -> nn.Module:
@@ -85,7 +85,7 @@ def _encoder_decoder(loop: Alone) -> nn.Module:
 
     sizes = {"vocab_size": 19, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2}
     config = T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False)
-    return _train_on_tokens(loop, T5ForConditionalGeneration(config).double(), micro_batches=1)
+    return _train_on_tokens(loop, T5ForConditionalGeneration(config).double())
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def _encoder_decoder(loop: Alone) -> nn.Module:
     ],
 )
 def test_models_of_transformers_and_peft_equal_one_process(pool: Pool, scenario: Any) -> None:
-    assert_as_alone(pool, scenario, ("nig", "iig", "ggg"))
+    assert_as_alone(pool, scenario)
 
 
 def _train_compiled(loop: Alone, before: bool) -> nn.Module:
@@ -138,7 +138,7 @@ def _compiled_after_sharding(loop: Alone) -> nn.Module:
 
 @pytest.mark.parametrize("scenario", [_compiled_before_sharding, _compiled_after_sharding])
 def test_compiled_blocks_equal_one_process(pool: Pool, scenario: Any) -> None:
-    assert_as_alone(pool, scenario, ("iig", "ggg"))
+    assert_as_alone(pool, scenario)
 
 
 class Large(nn.Module):
@@ -167,7 +167,7 @@ def _large_embedding_and_head(loop: Alone) -> nn.Module:
     if isinstance(loop, Sharded):
         assert [unit.name for unit in loop.engine.units] == ["embedding", "blocks.0", "blocks.1", "head"]
     optimizer = loop.attach(adamw(model))
-    for step in range(3):
+    for step in range(2):
         optimizer.zero_grad()
         with loop.step():
 
@@ -202,12 +202,16 @@ def _nested_units(loop: Alone) -> nn.Module:
     model = Stack(Nested(), Nested()).double()
     loop.shard(model)
     optimizer = loop.attach(adamw(model))
-    for step in range(3):
+    for step in range(2):
         optimizer.zero_grad()
         with loop.step():
             mean = loop.mean(lambda rank, s=step: model(share(s, rank)).square().mean())
         loop.backward(mean)
         optimizer.step()
+        with loop.evaluation(whole=False), torch.no_grad():  # one rank is inside a unit when another asks for it
+            for rank in loop.ranks():
+                for block in (model.blocks[0], model.blocks[0].inner[rank % 2], model.blocks[rank % 2])[rank % 3 :]:
+                    assert torch.isfinite(block(torch.ones(2, 8, dtype=torch.float64))).all()
     return model
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.loops import ALL, SOME, Alone, Block, assert_as_alone, share
+from tests.distributed.loops import Alone, Block, assert_as_alone, share
 from tests.distributed.pool import Pool
 
 
@@ -60,7 +60,7 @@ def _game(loop: Alone, toggle: bool, micro_batches: int = 1) -> nn.Module:
     loop.shard(model)
     for_generator = loop.attach(torch.optim.AdamW(model.generator.parameters(), lr=1e-2, eps=1e-6))
     for_critic = loop.attach(torch.optim.AdamW(model.critic.parameters(), lr=2e-2, eps=1e-6))
-    for step in range(3):
+    for step in range(2):
         for micro in range(micro_batches):
             sync = micro == micro_batches - 1
             with loop.step(manual=True):
@@ -110,7 +110,7 @@ def _steps_after_all_backwards(loop: Alone) -> nn.Module:
     loop.shard(model)
     for_generator = loop.attach(torch.optim.AdamW(model.generator.parameters(), lr=1e-2, eps=1e-6))
     for_critic = loop.attach(torch.optim.SGD(model.critic.parameters(), lr=2e-2, momentum=0.9))
-    for step in range(3):
+    for step in range(2):
         for_generator.zero_grad()
         for_critic.zero_grad()
         with loop.step(manual=True):
@@ -125,14 +125,14 @@ def _steps_after_all_backwards(loop: Alone) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("scenario", "partitions"),
+    "scenario",
     [
-        (_toggled, ALL),
-        (_not_toggled, SOME),
-        (_toggled_with_accumulation, SOME),
-        (_not_toggled_with_accumulation, SOME),
-        (_steps_after_all_backwards, SOME),
+        _toggled,
+        _not_toggled,
+        _toggled_with_accumulation,
+        _not_toggled_with_accumulation,
+        _steps_after_all_backwards,
     ],
 )
-def test_two_optimizers_in_turn_equal_one_process(pool: Pool, scenario: Any, partitions: tuple[str, ...]) -> None:
-    assert_as_alone(pool, scenario, partitions)
+def test_two_optimizers_in_turn_equal_one_process(pool: Pool, scenario: Any) -> None:
+    assert_as_alone(pool, scenario)
