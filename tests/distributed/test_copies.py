@@ -44,7 +44,7 @@ def _outputs_of_a_copy(partition: str) -> tuple[list[Tensor], int]:
 @pytest.mark.parametrize("partition", ["iig", "ggg"])
 def test_a_copy_made_under_full_parameters_computes_alone(pool: Pool, partition: str) -> None:
     expected = _model()(_input()).detach()
-    for outputs, moved in pool.run(_outputs_of_a_copy, partition, timeout=60):
+    for outputs, moved in pool.run(_outputs_of_a_copy, partition):
         assert moved == 0
         for output in outputs:
             torch.testing.assert_close(output, expected, rtol=1e-12, atol=0)
