@@ -306,10 +306,10 @@ def _train_two_windows(session: Session) -> dict[str, Any]:
             p.requires_grad_(any(p is one for one in trained))
 
     for step in range(4):
-        only(matrices)
-        session.backward(2 * step, sync=step % 2 == 1)
         only(numbers)
-        session.backward(2 * step + 1)
+        session.backward(2 * step)
+        only(matrices)
+        session.backward(2 * step + 1, sync=step % 2 == 1)
         fast.step()
         fast.zero_grad()
         if step % 2 == 1:
