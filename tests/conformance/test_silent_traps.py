@@ -166,6 +166,38 @@ def test_trap_5_a_class_path_without_arguments_is_taken_for_a_name_and_the_error
         _cli([*COMMON, "--trainer.strategy=lightning_paro.ParoStrategy"])
 
 
+class _Inferring(Regressor):
+    """Evaluates under inference mode, as Lightning does on NCCL and not on gloo, before training and between steps."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        assert torch.is_inference_mode_enabled()
+        super().validation_step(batch, batch_idx)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        assert not torch.is_inference_mode_enabled()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("partition", ["nnn", "nig", "iig", "ggg"])
+def test_trap_6_what_is_born_in_the_sanity_check_under_inference_mode_can_be_trained(
+    tmp_path: Path, partition: str
+) -> None:
+    settings = {"accelerator": "gpu", "precision": "64-true", "num_sanity_val_steps": 2, "val_check_interval": 2}
+    oracle = Regressor().double()
+    single = trainer("one", str(tmp_path), precision="64-true")
+    single.fit(oracle)
+    loss = float(single.callback_metrics["val_loss"])
+    for group_size in (1, 2):
+        module = _Inferring().double()
+        strategy = ParoStrategy(partition, group_size=group_size, start_method="spawn")
+        run = trainer(strategy, str(tmp_path), devices=2, **settings)
+        run.fit(module)
+        assert_close(values(module), values(oracle))
+        (metrics,) = run.validate(module, verbose=False)
+        assert_close(metrics["val_loss"], loss, tolerance=1e-6)
+
+
 def test_trap_8_the_sampler_knows_of_all_nodes(tmp_path: Path) -> None:
     run = Trainer(accelerator="cpu", devices=2, num_nodes=3, strategy="paro_iig", default_root_dir=tmp_path)
     assert run.strategy.num_nodes == 3
