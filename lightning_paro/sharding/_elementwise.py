@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 from collections import OrderedDict, defaultdict
+from itertools import product
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ _SHAPE = (6, 4)
 _CUT = 10  # inside a row, so that neither piece is a smaller matrix
 _STEPS = 3
 _LR = 0.01  # the user's may be zero while a scheduler warms up
-_TOLERANCE = 1e-6  # of the largest move: optimizers that compute in float32 are elementwise too
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # of the largest move; fused kernels may know only one dtype
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
@@ -62,15 +63,15 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
                 f"{kind.__name__} {_MIXING[base.__name__]}, so it cannot work on flat shards of a parameter. {hint}"
             )
     failures: list[tuple[str, Exception]] = []
-    ways = _ways_to_step(kind)
-    for with_closure in ways:
+    ways = list(product(_ways_to_step(kind), _TOLERANCES.items()))
+    for with_closure, (dtype, tolerance) in ways:
         what = "on a small tensor"
         try:
             with torch.random.fork_rng(devices=[]):
-                whole = _moved(optimizer, slice(None), with_closure)
-                pieces = [_moved(optimizer, cut, with_closure) for cut in (slice(_CUT), slice(_CUT, None))]
+                whole = _moved(optimizer, slice(None), with_closure, dtype)
+                pieces = [_moved(optimizer, cut, with_closure, dtype) for cut in (slice(_CUT), slice(_CUT, None))]
                 what = "with empty param groups, as on a rank whose shards hold none of their parameters,"
-                _moved(optimizer, slice(0), with_closure)
+                _moved(optimizer, slice(0), with_closure, dtype)
         except Exception as raised:
             failures.append((what, raised))
             continue
@@ -80,7 +81,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
                 f"{kind.__name__} is not known to be elementwise, and trying it on a small tensor moved that by "
                 f"{largest} in {_STEPS} steps, which tells nothing. {hint}"
             )
-        if not ((torch.cat(pieces, dim=1) - whole).abs() <= _TOLERANCE * largest).all():
+        if not ((torch.cat(pieces, dim=1) - whole).abs() <= tolerance * largest).all():
             raise ValueError(
                 f"{kind.__name__} mixes elements across a tensor: one tensor updated whole and in two pieces differed "
                 f"after {_STEPS} steps, so it cannot work on flat shards of a parameter. {hint}"
@@ -101,12 +102,12 @@ def _ways_to_step(kind: type[torch.optim.Optimizer]) -> list[bool]:
     return [True] if closure.default is closure.empty else [False, True]
 
 
-def _moved(optimizer: torch.optim.Optimizer, cut: slice, with_closure: bool) -> Tensor:
+def _moved(optimizer: torch.optim.Optimizer, cut: slice, with_closure: bool, dtype: torch.dtype) -> Tensor:
     """How far a copy of ``optimizer``, made for the elements ``cut`` of a small tensor per group, moves those."""
     generator = torch.Generator().manual_seed(0)
     size = (len(optimizer.param_groups), _SHAPE[0] * _SHAPE[1])
-    start = torch.randn(size, generator=generator, dtype=torch.float64)[:, cut]
-    gradients = torch.randn((_STEPS, *size), generator=generator, dtype=torch.float64)[:, :, cut]
+    start = torch.randn(size, generator=generator, dtype=dtype)[:, cut]
+    gradients = torch.randn((_STEPS, *size), generator=generator, dtype=dtype)[:, :, cut]
     twin = _twin(optimizer, start, cut)
     pieces = [piece for group in twin.param_groups for piece in group["params"]]
     for gradient in gradients:
