@@ -14,15 +14,23 @@ from torch.amp import GradScaler
 from lightning_paro.strategies.precision import adopt, policy_for
 from tests.distributed.comparing import differences
 from tests.distributed.pool import Pool
-from tests.distributed.sessions import SPREAD, Bank, Session, Setting, batch, check, loss_of
+from tests.distributed.sessions import SPREAD, Bank, Cell, Session, Setting, batch, check, loss_of
 
 SETTINGS = [Setting("iig"), Setting("nnn"), Setting("gig", 4), Setting("iii", 1)]
 NAMES = ("good", "bad")
 BAD_STEPS = (2, 5)
 
 
-def _loss(factor: float, module: Bank, x: Tensor, y: Tensor) -> Tensor:
-    return loss_of(module["good"], x, y) + factor * loss_of(module["bad"], x, y)
+class Spoiled(Cell):
+    """Multiplies the gradient of one number, which lies in the shard of one rank; that of the others is finite."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale * 1
+        if scale.requires_grad:
+            scale.register_hook(lambda gradient: gradient * self.factor)
+        return torch.tanh(torch.nn.functional.linear(x, self.weight, self.bias)) * scale
 
 
 def _optimizers(module: Bank, kind: str) -> list[torch.optim.Optimizer]:
@@ -32,11 +40,12 @@ def _optimizers(module: Bank, kind: str) -> list[torch.optim.Optimizer]:
 
 
 def _train(kind: str, setting: Setting | None) -> dict[str, Any]:
-    """Eight steps, in two of which a gradient of the second optimizer is not finite on rank 2 alone."""
+    """Eight steps, in two of which rank 2 spoils a gradient of the second optimizer, and the shard of one rank."""
     given = GradScaler("cpu", init_scale=256.0, growth_interval=2)
     plugin = MixedPrecision("16-mixed", "cpu", given)
     torch.manual_seed(0)
-    module = Bank(NAMES)
+    module = Bank(["good"])
+    module.cells["bad"] = spoiled = Spoiled()
     if setting is None:
         session, scaler = Session(module), given
     else:
@@ -49,8 +58,8 @@ def _train(kind: str, setting: Setting | None) -> dict[str, Any]:
         bad = step in BAD_STEPS and (setting is None or session.rank == 2)
         # One process computes in float32: what is compared is the verdict, and the values within the noise of fp16.
         context = plugin.forward_context() if setting is not None else None
-        loss = partial(_scaled, scaler, float("inf") if bad else 1.0)
-        session.backward(step, loss, context=context, dtype=torch.float32)
+        spoiled.factor = float("inf") if bad else 1.0
+        session.backward(step, partial(_scaled, scaler), context=context, dtype=torch.float32)
         for optimizer in optimizers:
             if kind != "fused":
                 scaler.unscale_(optimizer)
@@ -66,8 +75,8 @@ def _train(kind: str, setting: Setting | None) -> dict[str, Any]:
     return {"scales": scales, "moved": moved, "values": values}
 
 
-def _scaled(scaler: GradScaler, factor: float, module: Bank, x: Tensor, y: Tensor) -> Tensor:
-    return scaler.scale(_loss(factor, module, x, y).float())
+def _scaled(scaler: GradScaler, module: Bank, x: Tensor, y: Tensor) -> Tensor:
+    return scaler.scale(loss_of(module, x, y).float())
 
 
 def _differing(kind: str) -> list[str]:

@@ -68,6 +68,32 @@ class OnlyFilledGroups(Lion):
             torch._foreach_sub_(group["params"], torch._foreach_mul([p.grad for p in group["params"]], group["lr"]))
 
 
+class OnlyFloat32(Lion):
+    """As fused kernels of other libraries are."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if any(p.dtype is not torch.float32 for group in self.param_groups for p in group["params"]):
+            raise TypeError("float32 only")
+        return super().step(closure)
+
+
+class OnlyFloat32Mixing(LayerScaled):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if any(p.dtype is not torch.float32 for group in self.param_groups for p in group["params"]):
+            raise TypeError("float32 only")
+        return super().step(closure)
+
+
+class NeedsAClosure(Lion):
+    """Though the signature leaves it optional."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None
+        return super().step(closure)
+
+
 class Idle(Lion):
     def step(self, closure: Any = None) -> Any:
         return None
@@ -79,13 +105,22 @@ class AccumulatorAdagrad(torch.optim.Adagrad):
 
 @pytest.mark.parametrize(
     "kind",
-    [Lion, LoggedAdamW, SignedAdamW, AttributeMomentum, ExtraGradient, AccumulatorAdagrad],
+    [
+        Lion,
+        LoggedAdamW,
+        SignedAdamW,
+        AttributeMomentum,
+        ExtraGradient,
+        AccumulatorAdagrad,
+        OnlyFloat32,
+        NeedsAClosure,
+    ],
 )
 def test_an_unknown_elementwise_optimizer_passes(kind: type[Optimizer]) -> None:
     check_elementwise(kind(_parameters(), lr=1e-3))
 
 
-@pytest.mark.parametrize("kind", [CentredAdamW, LayerScaled, RowScaled, GlobalStep, NoisyStep])
+@pytest.mark.parametrize("kind", [CentredAdamW, LayerScaled, RowScaled, GlobalStep, NoisyStep, OnlyFloat32Mixing])
 def test_an_unknown_mixing_optimizer_is_refused(kind: type[Optimizer]) -> None:
     with pytest.raises(ValueError, match=rf"{kind.__name__} mixes elements .* after 3 steps.*HINT.*paro_nnn"):
         check_elementwise(kind(_parameters(), lr=1e-3))
