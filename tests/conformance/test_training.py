@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanSquaredError
 
 from lightning_paro import ParoStrategy
-from tests.conformance.support import COVER, Regressor, assert_close, rank, samples, trainer, values
+from tests.conformance.support import ALL, COVER, SPREAD, Regressor, assert_close, rank, samples, trainer, values
 from tests.distributed.pool import WORLD_SIZE, Pool, WorkerError
 
 
@@ -83,8 +83,14 @@ class _Norms(Regressor):
         return torch.nn.utils.get_total_norm([p.grad for p in self.parameters()]).item()
 
 
-@pytest.mark.parametrize("partition", COVER)
-@pytest.mark.parametrize(("algorithm", "limit"), [("norm", 0.2), ("value", 0.02)])
+@pytest.mark.parametrize(
+    ("partition", "algorithm", "limit"),
+    [
+        pytest.param(name, *how, marks=() if name in by_default else pytest.mark.full)
+        for how, by_default in ((("norm", 0.2), SPREAD), (("value", 0.02), ["iig", "ggg"]))
+        for name in ALL
+    ],
+)
 def test_clipping_and_the_gradient_norm_are_those_of_the_whole_batch(
     pool: Pool, tmp_path: Path, partition: str, algorithm: str, limit: float
 ) -> None:
