@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 WORLD_SIZE = 4
+START_TIMEOUT = 120  # on top of a test's own: on a busy machine the imports of four workers take more than a minute
 
 
 class WorkerError(Exception):
@@ -49,12 +50,13 @@ class Pool:
             WorkerError: If it raised anywhere.
             TimeoutError: If a rank did not answer in time; the pool starts anew at the next call.
         """
+        deadline = time.monotonic() + timeout
         if not self._workers:
             self._start()
+            deadline += START_TIMEOUT
         for _, connection in self._workers:
             connection.send((function, args, kwargs))
         answers: list[Any] = []
-        deadline = time.monotonic() + timeout
         for rank, (process, connection) in enumerate(self._workers):
             while not connection.poll(0.05):
                 if not process.is_alive() or time.monotonic() > deadline:

@@ -63,8 +63,7 @@ class Setting(NamedTuple):
         return f"{self.partition} {WORLD_SIZE // self.group_size}x{self.group_size}"
 
 
-EVERY_TOPOLOGY = [Setting(str(partition), size) for size in (4, 2, 1) for partition in Partition.valid()]
-EVERY_PARTITION = [setting for setting in EVERY_TOPOLOGY if setting.group_size == 2]
+EVERY_PARTITION = [Setting(str(partition)) for partition in Partition.valid()]
 SPREAD = [Setting(partition) for partition in ("iig", "nig", "ggg", "nnn")]
 
 

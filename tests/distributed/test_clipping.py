@@ -5,13 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, Precision
 from torch import Tensor, nn
 
 from lightning_paro.strategies.precision import adopt
+from lightning_paro.topology import Partition
 from tests.distributed.pool import Pool
-from tests.distributed.sessions import EVERY_TOPOLOGY, SPREAD, Bank, Session, Setting, check, differing, loss_of, start
+from tests.distributed.sessions import SPREAD, Bank, Session, Setting, check, differing, loss_of, start
 
 
 def bank() -> Bank:
@@ -57,9 +59,10 @@ def _train(session: Session) -> dict[str, Any]:
     return {"norms": torch.stack(norms), **session.values()}
 
 
-def test_clipping_per_optimizer_equals_one_process_in_every_partition_and_topology(pool: Pool) -> None:
-    assert len(EVERY_TOPOLOGY) == 14 * 3
-    check(pool.run(differing, _train, bank, EVERY_TOPOLOGY))
+@pytest.mark.parametrize("group_size", [4, 2, 1])
+def test_clipping_per_optimizer_equals_one_process_in_every_partition(pool: Pool, group_size: int) -> None:
+    settings = [Setting(str(partition), group_size) for partition in Partition.valid()]
+    check(pool.run(differing, _train, bank, settings))
 
 
 def _zero(session: Session) -> dict[str, Any]:

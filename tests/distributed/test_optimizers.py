@@ -78,8 +78,9 @@ def _train_each(makes: dict[str, Make], session: Session) -> dict[str, Any]:
     return session.values()
 
 
-def test_every_elementwise_optimizer_of_torch_equals_one_process(pool: Pool) -> None:
-    check(pool.run(differing, partial(_train_each, KNOWN), partial(bank, *KNOWN), SPREAD))
+@pytest.mark.parametrize("setting", SPREAD, ids=str)
+def test_every_elementwise_optimizer_of_torch_equals_one_process(pool: Pool, setting: Setting) -> None:
+    check(pool.run(differing, partial(_train_each, KNOWN), partial(bank, *KNOWN), [setting]))
 
 
 CUSTOM: dict[str, Make] = {
