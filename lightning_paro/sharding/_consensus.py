@@ -107,7 +107,7 @@ def different_paths(paths: list[list[str]], partition: Partition) -> RuntimeErro
         for rank, path in enumerate(paths):
             counts.setdefault(path.count(unit), []).append(rank)
         if len(counts) > 1:
-            times = ", ".join(f"{count} times on {_ranks(ranks)}" for count, ranks in counts.items())
+            times = "; ".join(f"{count} times on {_ranks(ranks)}" for count, ranks in counts.items())
             lines.append(f"  unit '{unit}': {times}")
     shown = "\n".join(lines[:8] or ["  the same units in another order"])
     return RuntimeError(

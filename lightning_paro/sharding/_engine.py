@@ -71,7 +71,7 @@ class Engine:
         """Whether the next backward is a boundary, see :meth:`backward_begin`."""
         self._in_step = self._is_boundary = self._rest_is_held = False
         self._hooked: dict[int, Any] = {}
-        self._path: list[int] = []  # units gathered since the last boundary: the same on all ranks of a group
+        self._path: list[int] = []  # units gathered since the last boundary: the same on all ranks
 
         specs: list[UnitSpec] = []
 
@@ -385,24 +385,17 @@ class Engine:
 
     def _agree_on_used(self) -> None:
         """One small host-side exchange at a boundary: which parameters had a gradient, and who gathered what."""
-        slots = [(flat, index) for flat in self._backward.flats for index in range(len(flat.slots))]
-        paths = self.topology.num_groups
-        values = torch.full((len(slots) + 2 * paths,), torch.iinfo(torch.int64).min, dtype=torch.int64)
-        for position, (flat, index) in enumerate(slots):
-            values[position] = index in flat.touched
-        group, _ = self.topology.coordinates(self.groups.rank)
-        digest = hash(tuple(self._path)) >> 1
-        here = len(slots) + 2 * (group if self.partition.p is Granularity.I else 0)
-        values[here], values[here + 1] = digest, -digest
-        self.maximum(values, "agreeing on the gradients of a backward")
-        for position in range(len(slots), len(values), 2):
-            if values[position] != -values[position + 1]:
-                names = self.agree("comparing the units that ran", lambda: [self.units[i].name for i in self._path])
-                raise different_paths(names, self.partition)
+        used = [index in flat.touched for flat in self._backward.flats for index in range(len(flat.slots))]
+        path = [self.units[index].name for index in self._path]
+        digest = hash(tuple(self._path)) >> 1  # of numbers: the same in every process
         self._path.clear()
+        mine = torch.tensor([*used, digest, -digest])
+        values = self.maximum(mine, "agreeing on the gradients of a backward").tolist()
+        if values[-2] != -values[-1]:  # also between groups: what they reduced together was not the same
+            raise different_paths(self.agree("comparing the units that ran", lambda: path), self.partition)
         position = 0
         for flat in self._backward.flats:
-            flat.agree_on_used(i for i in range(len(flat.slots)) if values[position + i] > 0)
+            flat.agree_on_used(index for index in range(len(flat.slots)) if values[position + index])
             position += len(flat.slots)
 
     def _persistent_buffers(self) -> list[Tensor]:

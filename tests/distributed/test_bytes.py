@@ -9,6 +9,7 @@ of 8 elements, a buffer divides into as many such blocks as there are ranks.
 from __future__ import annotations
 
 import gc
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -210,8 +211,8 @@ def _control_bytes(partition: str) -> tuple[int, int]:
 
 
 def test_control_traffic_is_small_and_once_a_step(pool: Pool) -> None:
-    """A number per parameter and per group, however many micro-batches there are."""
-    numbers = len([p for p in _model().parameters() if p.requires_grad]) + 2 * 2
+    """A number per trained parameter and two more, however many micro-batches there are."""
+    numbers = len([p for p in _model().parameters() if p.requires_grad]) + 2
     for control, recorded in pool.run(_control_bytes, "iig"):
         assert control == 8 * numbers
         assert recorded == 2 * 8 * numbers * 3 // 4
@@ -261,6 +262,11 @@ def _wrongly_held(partition: str, topology: tuple[int, int], width: int) -> list
     def compare(stage: str, gradient: int) -> None:
         expected = always + gradient
         alive, held = sum(_alive().values()), loop.engine.held_bytes()
+        for _ in range(100):  # a thread of gloo may hold the tensors of its last collective for a moment longer
+            if alive <= expected + small:
+                break
+            time.sleep(0.02)
+            alive = sum(_alive().values())
         if not expected <= alive <= expected + small:
             found.append(f"{partition} {stage}: {alive} bytes alive, expected {expected}")
         if sum(held.values()) != expected or held["gradients"] != gradient:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.loops import ALL, P_WHOLE, Alone, Block, Stack, adamw, assert_as_alone, share
+from tests.distributed.loops import ALL, P_WHOLE, Alone, Block, Sharded, Stack, adamw, assert_as_alone, share
 from tests.distributed.pool import Pool
 
 
@@ -256,3 +256,49 @@ def _validation_with_joint_gathers(loop: Alone) -> nn.Module:
 @pytest.mark.parametrize("scenario", [_validation_with_whole_units, _validation_with_joint_gathers])
 def test_ranks_may_run_different_numbers_of_forwards_in_evaluation(pool: Pool, scenario: object) -> None:
     assert_as_alone(pool, scenario)  # type: ignore[arg-type]
+
+
+def _paths_that_differ(loop: Alone, paths: list[tuple[int, ...]]) -> nn.Module:
+    """A step in which ranks run blocks in their own ways is refused on all ranks; training goes on from there."""
+    model = loop.shard(Selective())
+    optimizer = loop.attach(adamw(model))
+    for step in range(2):
+        if isinstance(loop, Sharded):
+            with loop.step():
+                loss = model(share(8, loop.rank), paths[loop.rank]).mean()
+            with pytest.raises(RuntimeError, match="every rank must run the same units in the same order") as caught:
+                loop.backward(loss)
+            for line in _DIFFERENT[tuple(paths)]:
+                assert line in str(caught.value), str(caught.value)
+            assert "HINT: make the choice of layers the same on all ranks" in str(caught.value)
+            loop.engine.abort()
+        optimizer.zero_grad()
+        with loop.step():
+            mean = loop.mean(lambda rank, s=step: model(share(s, rank)).square().mean())
+        loop.backward(mean)
+        optimizer.step()
+    return model
+
+
+_BY_RANK = [(0, 1), (1, 0), (0, 1), (1, 0)]
+_BY_GROUP = [(0, 1), (0, 1), (1, 2), (1, 2)]
+_DIFFERENT = {
+    tuple(_BY_RANK): ["the same units in another order"],
+    tuple(_BY_GROUP): [
+        "unit 'blocks.0': 2 times on ranks 0, 1; 0 times on ranks 2, 3",
+        "unit 'blocks.2': 0 times on ranks 0, 1; 2 times on ranks 2, 3",
+    ],
+}
+
+
+def _paths_by_rank(loop: Alone) -> nn.Module:
+    return _paths_that_differ(loop, _BY_RANK)
+
+
+def _paths_by_group(loop: Alone) -> nn.Module:
+    return _paths_that_differ(loop, _BY_GROUP)
+
+
+@pytest.mark.parametrize("scenario", [_paths_by_rank, _paths_by_group])
+def test_ranks_that_run_other_units_say_which_and_train_on(pool: Pool, scenario: object) -> None:
+    assert_as_alone(pool, scenario, ("ini", "iig", "igg"))  # type: ignore[arg-type]
