@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.distributed.loops import ALL, Alone, Block, Stack, adamw, assert_as_alone, share
-from tests.distributed.pool import Pool
+from tests.distributed.loops import ALL, Alone, Block, Stack, adamw, assert_as_alone, failing, share
+from tests.distributed.pool import Pool, WorkerError
 
 
 def _simple(loop: Alone, model: nn.Module, steps: int = 2, micro_batches: int = 1) -> nn.Module:
@@ -151,6 +151,34 @@ def _checkpointing_without_reentry(loop: Alone) -> nn.Module:
 
 def _checkpointing_with_reentry(loop: Alone) -> nn.Module:
     return _simple(loop, Checkpointed(reentrant=True), micro_batches=2)
+
+
+class CheckpointedTwice(Stack):
+    """Each recomputation with re-entry has a backward of its own, which brings the same parameters their gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(Block(), Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.last(x)
+
+
+def _the_same_block_twice_with_reentry(loop: Alone) -> nn.Module:
+    return _simple(loop, CheckpointedTwice())
+
+
+def test_a_block_recomputed_twice_with_reentry_needs_partitioned_parameters(pool: Pool) -> None:
+    """As in DDP, whose error is of the same kind: with whole parameters its gradient was reduced after the first."""
+    assert_as_alone(pool, _the_same_block_twice_with_reentry, ("ini", "iig", "ggg"))
+    with pytest.raises(WorkerError) as caught:
+        pool.run(failing, _the_same_block_twice_with_reentry, ("nig",), {})
+    for message in caught.value.messages():
+        assert message is not None
+        assert "received a second gradient in one backward, after its unit was reduced" in message
+        assert "HINT: use_reentrant=False." in message
 
 
 class CheckpointedInside(Block):
