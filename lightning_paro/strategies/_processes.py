@@ -80,6 +80,8 @@ class ProcessesStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        if self._start_method == "fork":
+            torch.set_num_threads(1)  # the parent's OpenMP threads are not here: a parallel region would hang
         reset_seed()
         self.set_world_ranks()
         if self._process_group_backend is None:

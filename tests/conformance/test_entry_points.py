@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from tests.conformance.support import (
     ALL,
-    COVER,
     Regressor,
     assert_close,
     assert_equal,
@@ -51,7 +50,9 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
     return root, _chain("one", str(root))
 
 
-@pytest.mark.parametrize("partition", COVER)
+@pytest.mark.parametrize(
+    "partition", [pytest.param(name, marks=() if name in ("nig", "iig", "ggg") else pytest.mark.full) for name in ALL]
+)
 def test_a_chain_of_entry_points_with_a_checkpoint_after_each_equals_one_process(
     pool: Pool, tmp_path: Path, one_process: tuple[Path, dict[str, Any]], partition: str
 ) -> None:

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_paro import ParoStrategy
-from tests.conformance.support import COVER, SPREAD, Block, Regressor, assert_close, rank, trainer, values
+from tests.conformance.support import ALL, SPREAD, Block, Regressor, assert_close, rank, trainer, values
 from tests.distributed.pool import Pool, WorkerError
 
 
@@ -90,7 +90,7 @@ class _Gan(Regressor):
 
 def _fit_gan(strategy: Any, root: str, how: str) -> dict[str, Any]:
     module = _Gan(how)
-    trainer(strategy, root, precision="64-true", max_epochs=2).fit(module)
+    trainer(strategy, root, precision="64-true", limit_val_batches=0).fit(module)
     return values(module)
 
 
@@ -141,12 +141,18 @@ class _Window(Regressor):
 
 def _fit_window(strategy: str, root: str, *args: Any) -> tuple[dict[str, Any], float | None]:
     module = _Window(args[0], f"{root}/{strategy}.ckpt", *args[1:])
-    trainer(strategy, root, precision="64-true").fit(module)
+    trainer(strategy, root, precision="64-true", limit_val_batches=0).fit(module)
     return values(module), getattr(module, "seen", None)
 
 
-@pytest.mark.parametrize("blocked", [True, False], ids=["blocked", "every-backward-a-boundary"])
-@pytest.mark.parametrize("partition", COVER)
+@pytest.mark.parametrize(
+    ("partition", "blocked"),
+    [
+        pytest.param(name, blocked, marks=() if name in by_default else pytest.mark.full)
+        for blocked, by_default in ((True, SPREAD), (False, ["nig", "iig", "ggg"]))
+        for name in ALL
+    ],
+)
 def test_a_checkpoint_inside_a_manual_window_changes_nothing(
     pool: Pool, tmp_path: Path, partition: str, blocked: bool
 ) -> None:

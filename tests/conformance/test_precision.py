@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 
 from tests.conformance.support import Regressor, load, trainer
@@ -52,7 +53,7 @@ class _Messages(logging.Handler):
 def _fit(strategy: str, root: str, **arguments: Any) -> dict[str, Any]:
     module = Watched()
     messages = _Messages()
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger = rank_zero.log  # of lightning or of pytorch_lightning: whichever was imported last
     logger.addHandler(messages)
     try:
         fitter = trainer(strategy, root, gradient_clip_val=0.5, max_epochs=3, **arguments)

@@ -24,7 +24,7 @@ from tests.distributed.pool import WORLD_SIZE, Pool, WorkerError
 def _train(strategy: Any, root: str, module: type[Regressor] = Regressor, **arguments: Any) -> dict[str, Any]:
     """Weights, metrics and progress after a fit in float64."""
     model = module()
-    run = trainer(strategy, root, precision="64-true", **arguments)
+    run = trainer(strategy, root, **({"precision": "64-true", "limit_val_batches": 0} | arguments))
     run.fit(model)
     metrics = {key: float(value) for key, value in run.callback_metrics.items()}
     seen = getattr(model, "seen", None)
@@ -47,7 +47,7 @@ def test_a_partial_window_at_the_end_of_an_epoch_is_a_step(pool: Pool, tmp_path:
 
 @pytest.mark.parametrize("partition", ["nig", "iig", "ggg"])
 def test_validation_inside_an_accumulation_window_leaves_it_alone(pool: Pool, tmp_path: Path, partition: str) -> None:
-    _compare(pool, tmp_path, partition, accumulate_grad_batches=3, val_check_interval=1, gradient_clip_val=0.3)
+    _compare(pool, tmp_path, partition, accumulate_grad_batches=3, val_check_interval=1, limit_val_batches=2)
 
 
 class _Scheduled:
@@ -139,7 +139,7 @@ class _TwoSchedulers(Regressor):
 
 @pytest.mark.parametrize("partition", ["nig", "iig", "ggg"])
 def test_several_schedulers_drive_one_optimizer(pool: Pool, tmp_path: Path, partition: str) -> None:
-    oracle = _compare(pool, tmp_path, partition, _TwoSchedulers, max_epochs=3)
+    oracle = _compare(pool, tmp_path, partition, _TwoSchedulers, max_epochs=3, limit_val_batches=2)
     assert len(set(oracle["seen"])) > 20
 
 
@@ -215,14 +215,14 @@ class _Metrics(Regressor):
 def test_metrics_and_synchronised_logging_are_those_of_the_whole_data(
     pool: Pool, tmp_path: Path, partition: str
 ) -> None:
-    expected = _train("one", str(tmp_path), _Metrics)["metrics"]
+    expected = _train("one", str(tmp_path), _Metrics, limit_val_batches=6)["metrics"]
     steps, ranks = range(6), range(WORLD_SIZE)
     by_rank = [[10.0 * step + r for step in steps] for r in ranks]
     # Lightning reduces over the steps of a rank, then over ranks
     expected["mean"] = sum(map(sum, by_rank)) / (6 * WORLD_SIZE)
     expected["sum"] = float(sum(map(sum, by_rank)))
     expected["max"], expected["min"] = 53.0, 0.0
-    for result in pool.run(_train, partition, str(tmp_path), _Metrics):
+    for result in pool.run(_train, partition, str(tmp_path), _Metrics, limit_val_batches=6):
         metrics = dict(sorted(result["metrics"].items()))
         assert_close(metrics, dict(sorted(expected.items())), tolerance=1e-6)  # torchmetrics computes in float32
 
@@ -231,7 +231,7 @@ class _GettingWorse(Regressor):
     """Its validation loss rises on rank 2 alone from the third epoch on."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        worse = rank() == 2 or not torch.distributed.is_initialized()
+        worse = rank() == 2 or self.trainer.world_size == 1
         epoch = self.current_epoch
         self.log("val", 1.0 / (epoch + 1) + (100.0 * (epoch >= 2) * worse), sync_dist=True)
 
@@ -240,7 +240,7 @@ class _Stopping:
     @staticmethod
     def run(strategy: str, root: str) -> tuple[int, int]:
         stop = EarlyStopping("val", patience=2)
-        run = trainer(strategy, root, max_epochs=10, callbacks=[stop])
+        run = trainer(strategy, root, max_epochs=10, callbacks=[stop], limit_train_batches=1, limit_val_batches=1)
         run.fit(_GettingWorse())
         return run.current_epoch, stop.stopped_epoch
 
@@ -376,4 +376,4 @@ def _plugin(kind: type[Precision], precision: str | None) -> Precision:
 )
 @pytest.mark.filterwarnings("ignore")
 def test_flags_of_the_trainer_do_what_they_do_in_one_process(pool: Pool, tmp_path: Path, flags: Any) -> None:
-    _compare(pool, tmp_path, "iig", **({"max_epochs": 2} | flags))
+    _compare(pool, tmp_path, "iig", **({"max_epochs": 2, "limit_val_batches": 2} | flags))
