@@ -3,5 +3,13 @@
 from lightning_paro.sharding._engine import Engine
 from lightning_paro.sharding._policy import PrecisionPolicy
 from lightning_paro.sharding._state_dict import load_optimizer_state_dict, optimizer_state_dict
+from lightning_paro.sharding._units import UnitSpec, find_units
 
-__all__ = ["Engine", "PrecisionPolicy", "load_optimizer_state_dict", "optimizer_state_dict"]
+__all__ = [
+    "Engine",
+    "PrecisionPolicy",
+    "UnitSpec",
+    "find_units",
+    "load_optimizer_state_dict",
+    "optimizer_state_dict",
+]

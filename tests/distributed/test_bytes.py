@@ -74,7 +74,7 @@ def recording() -> Iterator[Recorder]:
             setattr(ProcessGroup, name, method)
 
 
-def _model() -> Stack:
+def uneven_model() -> Stack:
     """A whole unit frozen, a unit frozen in part, sizes that divide by nothing."""
     model = Stack(*(Block(8, inner) for inner in (17, 5, 11, 40)))
     model.blocks[1].requires_grad_(False)
@@ -88,7 +88,7 @@ def _padded(parameters: list[nn.Parameter]) -> int:
     return -(-elements // (8 * WORLD_SIZE)) * 8 * WORLD_SIZE if parameters else 0
 
 
-def _unit_sizes(model: Stack) -> list[tuple[str, int, int]]:
+def unit_sizes(model: Stack) -> list[tuple[str, int, int]]:
     """Of every unit: its name, its elements, and how many of those are trained."""
     units = {f"blocks.{i}": list(block.parameters()) for i, block in enumerate(model.blocks)}
     units["rest"] = [*model.first.parameters(), *model.last.parameters()]
@@ -113,7 +113,7 @@ def expected_bytes(partition: str, topology: tuple[int, int], micro_batches: int
         if "inter" in legs:
             inter += times * (whole // m) * (ng - 1) // ng
 
-    for name, all_elements, trained in _unit_sizes(_model()):
+    for name, all_elements, trained in unit_sizes(uneven_model()):
         gathers = 1 if name == "rest" else 2
         s = micro_batches
         if p != "n":  # t_param
@@ -149,7 +149,7 @@ def _step(loop: Sharded, model: nn.Module, optimizer: torch.optim.Optimizer, mic
 def _differing_bytes(topology: tuple[int, int], micro_batches: int) -> list[str]:
     found = []
     for partition in ALL:
-        model = _model()
+        model = uneven_model()
         loop = Sharded(partition, topology[1])
         loop.shard(model)
         optimizer = loop.attach(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
@@ -198,7 +198,7 @@ def test_the_recorder_sees_collectives(pool: Pool) -> None:
 
 
 def _control_bytes(partition: str) -> tuple[int, int]:
-    model = _model()
+    model = uneven_model()
     loop = Sharded(partition)
     loop.shard(model)
     optimizer = loop.attach(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
@@ -212,7 +212,7 @@ def _control_bytes(partition: str) -> tuple[int, int]:
 
 def test_control_traffic_is_small_and_once_a_step(pool: Pool) -> None:
     """A number per trained parameter and two more, however many micro-batches there are."""
-    numbers = len([p for p in _model().parameters() if p.requires_grad]) + 2
+    numbers = len([p for p in uneven_model().parameters() if p.requires_grad]) + 2
     for control, recorded in pool.run(_control_bytes, "iig"):
         assert control == 8 * numbers
         assert recorded == 2 * 8 * numbers * 3 // 4

@@ -1,0 +1,261 @@
+"""What a partition costs: bytes a rank holds and seconds a step communicates (PaRO, sections 3.3 and 3.4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lightning_paro.topology import Granularity, Partition, Topology
+
+__all__ = ["Cost", "Network", "StateBytes", "Workload", "cost", "hpz"]
+
+N, I, G = Granularity  # noqa: E741
+
+Algorithm = Literal["flat", "paro-cc"]
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter, in memory and on the wire: a row of the precision table of docs/paro.md.
+
+    Attributes:
+        parameters: w, the compute dtype, in which parameters are held and gathered.
+        gradients: q, the accumulator.
+        optimizer: o, master weights and Adam's two moments.
+        intra: A gradient on the wire inside a group.
+        inter: A gradient on the wire between groups.
+    """
+
+    parameters: float = 2
+    gradients: float = 4
+    optimizer: float = 12
+    intra: float = 2
+    inter: float = 2
+
+    @classmethod
+    def of(cls, precision: str, grad_dtype: str | None = None, reduce_dtype: str | None = None) -> StateBytes:
+        """The bytes of a ``Trainer(precision=...)`` and of ParoStrategy's arguments of the same names.
+
+        Raises:
+            ValueError: If the precision or a dtype is not known.
+        """
+        if precision not in _PRECISIONS:
+            raise ValueError(f"precision={precision!r} is not known: expected one of {', '.join(_PRECISIONS)}.")
+        w, q, o, intra, inter = _PRECISIONS[precision]
+        q = q if grad_dtype is None else _size("grad_dtype", grad_dtype)
+        if reduce_dtype is not None:
+            intra = inter = _size("reduce_dtype", reduce_dtype)
+        return cls(w, q, o, intra, inter)
+
+
+_PRECISIONS = {
+    "bf16-mixed": (2, 4, 12, 2, 2),
+    "bf16-true": (2, 2, 4, 2, 2),
+    "16-mixed": (2, 4, 12, 2, 4),
+    "32-true": (4, 4, 8, 4, 4),
+    "64-true": (8, 8, 16, 8, 8),
+}
+_SIZES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def _size(argument: str, dtype: str) -> int:
+    if dtype not in _SIZES:
+        raise ValueError(f"{argument}={dtype!r} is not known: expected one of {', '.join(_SIZES)}.")
+    return _SIZES[dtype]
+
+
+@dataclass(frozen=True)
+class Network:
+    """A topology and how fast its links are.
+
+    Attributes:
+        topology: Ranks and groups.
+        inter: Bytes per second out of a host, in one direction.
+        intra: Bytes per second between two ranks of a group.
+        nic: Whether the ranks of a host share one network card (``"host"``) or have one each (``"gpu"``).
+
+    Raises:
+        ValueError: If a bandwidth is not positive.
+    """
+
+    topology: Topology
+    inter: float
+    intra: float
+    nic: Literal["host", "gpu"] = "host"
+
+    def __post_init__(self) -> None:
+        for name, value in (("inter", self.inter), ("intra", self.intra)):
+            if not value > 0:
+                raise ValueError(f"the bandwidth {name} must be positive, got {value}. HINT: give bytes per second.")
+        if self.nic not in ("host", "gpu"):
+            raise ValueError(f"nic={self.nic!r} is not understood: expected 'host' or 'gpu'.")
+
+    def inside(self, nbytes: float) -> float:
+        """Seconds to gather or reduce a tensor of ``nbytes`` over a group."""
+        m = self.topology.group_size
+        return nbytes * (m - 1) / m / self.intra
+
+    def between(self, nbytes: float) -> float:
+        """Seconds for the I-shards of a tensor of ``nbytes`` between groups, all columns at once."""
+        m, ng = self.topology.group_size, self.topology.num_groups
+        column = self.inter if self.nic == "gpu" else self.inter / m
+        return nbytes / m * (ng - 1) / ng / column
+
+    def globally(self, intra_bytes: float, inter_bytes: float, algorithm: Algorithm) -> float:
+        """Seconds to gather or reduce a tensor over all ranks.
+
+        Args:
+            intra_bytes: Its size in the dtype of the wire inside a group.
+            inter_bytes: Its size in the dtype of the wire between groups; a flat ring has only this one.
+            algorithm: ``"flat"``, one ring over all ranks, which leaves a host through one card; or ``"paro-cc"``, one
+                collective inside a group and one between groups, one after the other.
+        """
+        n, m, ng = self.topology.world_size, self.topology.group_size, self.topology.num_groups
+        if algorithm == "paro-cc" or m == 1 or ng == 1:
+            return self.inside(intra_bytes) + self.between(inter_bytes)
+        return inter_bytes * (n - 1) / n / self.inter
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained.
+
+    Attributes:
+        parameters: Number of parameters, Psi.
+        trainable: Number of those that are trained, Psi'; None for all.
+        accumulate: Micro-batches a step, s.
+        compute: Seconds of forward and backward of one micro-batch on one rank, t_comp.
+        activations: Bytes of activations on a rank.
+        rest: Number of parameters outside all units, which stay gathered for a whole step.
+        largest_unit: Number of parameters of the largest unit.
+        sizes: Bytes per parameter.
+
+    Raises:
+        ValueError: If a number makes no sense.
+    """
+
+    parameters: float
+    trainable: float | None = None
+    accumulate: int = 1
+    compute: float = 0.0
+    activations: float = 0.0
+    rest: float = 0.0
+    largest_unit: float = 0.0
+    sizes: StateBytes = field(default_factory=StateBytes)
+
+    def __post_init__(self) -> None:
+        if not self.parameters > 0:
+            raise ValueError(f"the number of parameters must be positive, got {self.parameters}.")
+        if self.trainable is not None and not 0 <= self.trainable <= self.parameters:
+            raise ValueError(
+                f"{self.trainable:g} of {self.parameters:g} parameters cannot be trained. HINT: leave it out for all."
+            )
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate must be at least 1 micro-batch a step, got {self.accumulate}.")
+        for name in ("compute", "activations", "rest", "largest_unit"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} cannot be negative, got {getattr(self, name)}.")
+
+    @property
+    def trained(self) -> float:
+        """Number of trained parameters."""
+        return self.parameters if self.trainable is None else self.trainable
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one rank holds, and how long one step takes.
+
+    Attributes:
+        state_bytes: Model state.
+        memory_bytes: Model state, the largest units in motion, and activations.
+        gather_s: Parameters, all micro-batches of a step.
+        reduce_s: Gradients down to g, all micro-batches of a step.
+        sync_g_s: Gradients from g down to os, once a step.
+        sync_p_s: New values from os up to p, once a step.
+        compute_s: Forward and backward, all micro-batches of a step.
+    """
+
+    state_bytes: float
+    memory_bytes: float
+    gather_s: float
+    reduce_s: float
+    sync_g_s: float
+    sync_p_s: float
+    compute_s: float
+
+    @property
+    def comm_s(self) -> float:
+        """Seconds of communication in a step: (t_param + t_gradient) * s + t_update."""
+        return self.gather_s + self.reduce_s + self.sync_g_s + self.sync_p_s
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step if communication and computation overlap fully, as the paper assumes."""
+        return max(self.comm_s, self.compute_s)
+
+
+def cost(partition: Partition, workload: Workload, network: Network, algorithm: Algorithm = "paro-cc") -> Cost:
+    """Memory and time of one partition.
+
+    Args:
+        partition: The granularities; in a topology without some rung, the neighbouring one counts.
+        workload: What is trained.
+        network: Where.
+        algorithm: How a collective over all ranks is done.
+    """
+    partition = network.topology.effective(partition)
+    sizes, s = workload.sizes, workload.accumulate
+    new_values = workload.trained * sizes.parameters
+    inside = network.inside(workload.trained * sizes.intra)
+    between = network.between(workload.trained * sizes.inter)
+    everywhere = network.globally(workload.trained * sizes.intra, workload.trained * sizes.inter, algorithm)
+
+    gathered = (2 * workload.parameters - workload.rest) * sizes.parameters  # the rest only once a micro-batch
+    gather = (0.0, network.inside(gathered), network.globally(gathered, gathered, algorithm))[partition.p]
+    reduce = (0.0, inside, everywhere)[partition.g]
+    sync_g = {
+        (N, N): 2 * everywhere,
+        (N, I): inside + 2 * between,
+        (N, G): everywhere,
+        (I, I): 2 * between,
+        (I, G): between,
+        (G, G): 0.0,
+    }[partition.g, partition.os]
+    sync_p = {
+        (N, I): network.inside(new_values),
+        (N, G): network.globally(new_values, new_values, algorithm),
+        (I, G): network.between(new_values),
+    }.get((partition.p, partition.os), 0.0)
+
+    state = _state_bytes(partition, workload, network.topology)
+    memory = state + _in_motion_bytes(partition, workload) + workload.activations
+    return Cost(state, memory, gather * s, reduce * s, sync_g, sync_p, workload.compute * s)
+
+
+def hpz(workload: Workload, network: Network) -> Cost:
+    """ZeRO++ hpZ for comparison: ggg on flat rings, with a second copy of the parameters in each group for backward."""
+    zero3 = cost(Partition.parse("ggg"), workload, network, "flat")
+    values = workload.parameters * workload.sizes.parameters
+    gather = workload.accumulate * (network.globally(values, values, "flat") + network.inside(values))
+    copy = values / network.topology.group_size
+    return Cost(zero3.state_bytes + copy, zero3.memory_bytes + copy, gather, zero3.reduce_s, 0.0, 0.0, zero3.compute_s)
+
+
+def _state_bytes(partition: Partition, workload: Workload, topology: Topology) -> float:
+    """M = w Psi / d(p) + q Psi' / d(g) + o Psi' / d(os)."""
+    sizes = workload.sizes
+    return (
+        sizes.parameters * workload.parameters / topology.divisor(partition.p)
+        + sizes.gradients * workload.trained / topology.divisor(partition.g)
+        + sizes.optimizer * workload.trained / topology.divisor(partition.os)
+    )
+
+
+def _in_motion_bytes(partition: Partition, workload: Workload) -> float:
+    """Units that are gathered at once, and their gradients on the way down: the rest, and the largest unit."""
+    whole = workload.rest + workload.largest_unit
+    share = workload.trained / workload.parameters
+    gathered = workload.sizes.parameters * whole if partition.p else 0.0
+    reduced = workload.sizes.intra * whole * share if partition.g else 0.0
+    return gathered + reduced
