@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 
 from jsonargparse import auto_cli
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_paro  # noqa: F401 - registers the strategies
 from lightning_paro.cli.plan import plan
+from lightning_paro.cli.probe import probe
 
 __all__ = ["main"]
 
-VERBS = {"plan": plan}
+VERBS: dict[str, Callable[..., None]] = {"plan": plan, "probe": probe}
 
 
 def main() -> None:

@@ -37,6 +37,7 @@ def plan(
     compute: float = 0.0,
     activations: float = 0.0,
     nic: Literal["host", "gpu"] = "host",
+    column: float | None = None,
     precision: Literal["bf16-mixed", "bf16-true", "16-mixed", "32-true", "64-true"] = "bf16-mixed",
     grad_dtype: Literal["float32", "bfloat16"] | None = None,
     reduce_dtype: Literal["float32", "bfloat16"] | None = None,
@@ -62,6 +63,8 @@ def plan(
         compute: Seconds of forward and backward of a micro-batch.
         activations: Activations of a micro-batch, GB.
         nic: Whether a host has one network card, or each GPU has one of its own.
+        column: Bandwidth between two GPUs of different hosts while all are busy, Gbit/s, as probe measures it; decides
+            instead of nic.
         precision: As the Trainer's.
         grad_dtype: As ParoStrategy's.
         reduce_dtype: As ParoStrategy's.
@@ -85,7 +88,7 @@ def plan(
     worlds = _worlds(scale) if scale is not None else [] if world is None else [world]
     if not worlds:
         raise ValueError("neither world nor scale says how many ranks there are. HINT: for example --world 32.")
-    network = Network(Topology(worlds[0], group), inter * GIGABIT, intra * GIGABIT, nic)
+    network = Network(Topology(worlds[0], group), inter * GIGABIT, intra * GIGABIT, nic, column and column * GIGABIT)
     console = Console()
     result: Plan | list[Plan]
     if scale is None:

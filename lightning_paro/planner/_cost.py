@@ -73,6 +73,8 @@ class Network:
         inter: Bytes per second out of a host, in one direction.
         intra: Bytes per second between two ranks of a group.
         nic: Whether the ranks of a host share one network card (``"host"``) or have one each (``"gpu"``).
+        column: Bytes per second between two ranks of a column while all columns are busy, if that was measured; None
+            is what ``nic`` says, a share of ``inter`` or all of it.
 
     Raises:
         ValueError: If a bandwidth is not positive.
@@ -82,10 +84,11 @@ class Network:
     inter: float
     intra: float
     nic: Literal["host", "gpu"] = "host"
+    column: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("inter", self.inter), ("intra", self.intra)):
-            if not value > 0:
+        for name, value in (("inter", self.inter), ("intra", self.intra), ("column", self.column)):
+            if value is not None and not value > 0:
                 raise ValueError(f"the bandwidth {name} must be positive, got {value}. HINT: give bytes per second.")
         if self.nic not in ("host", "gpu"):
             raise ValueError(f"nic={self.nic!r} is not understood: expected 'host' or 'gpu'.")
@@ -98,7 +101,7 @@ class Network:
     def between(self, nbytes: float) -> float:
         """Seconds for the I-shards of a tensor of ``nbytes`` between groups, all columns at once."""
         m, ng = self.topology.group_size, self.topology.num_groups
-        column = self.inter if self.nic == "gpu" else self.inter / m
+        column = self.column or (self.inter if self.nic == "gpu" else self.inter / m)
         return nbytes / m * (ng - 1) / ng / column
 
     def globally(self, intra_bytes: float, inter_bytes: float, algorithm: Algorithm) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_paro.planner._cost import Algorithm, Cost, Network, Workload, cost, hpz
 from lightning_paro.topology import Partition, Topology
@@ -122,10 +122,7 @@ def scale(
     """
     size = network.topology.group_size
     return [
-        make_plan(
-            workload, Network(Topology(world, size), network.inter, network.intra, network.nic), memory, algorithm
-        )
-        for world in worlds
+        make_plan(workload, replace(network, topology=Topology(world, size)), memory, algorithm) for world in worlds
     ]
 
 

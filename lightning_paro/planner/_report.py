@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from lightning_paro.planner._plan import MARGIN, Peer, Plan, Row
+from lightning_paro.planner._probe import Probe
 from lightning_paro.topology import Partition
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
 
-__all__ = ["as_dict", "draw", "draw_scaling", "scaling_table", "table", "write_csv", "write_json"]
+__all__ = ["as_dict", "draw", "draw_scaling", "probe_table", "scaling_table", "table", "write_csv", "write_json"]
 
 _COLUMNS = ("partition", "memory_bytes", "state_bytes", "comm_s", "step_s", "tps", "fits", "recommended")
 
@@ -69,6 +70,23 @@ def scaling_table(plans: Sequence[Plan]) -> Table:
     return result
 
 
+def probe_table(measured: Probe) -> Table:
+    """Bandwidths by links, operation and size."""
+    topology = measured.topology
+    result = Table(
+        title=f"{topology.world_size} ranks in {topology.num_groups} groups of {topology.group_size}",
+        caption=f"What one rank sends, from and to {measured.device}; medians.",
+    )
+    for name in ("links", "operation"):
+        result.add_column(name)
+    for name in ("MiB", "ms", "Gbit/s"):
+        result.add_column(name, justify="right")
+    for sample in measured.samples:
+        numbers = (sample.nbytes / 2**20, sample.seconds * 1e3, sample.bandwidth * 8 / 1e9)
+        result.add_row(sample.links, sample.operation, *(f"{number:.3g}" for number in numbers))
+    return result
+
+
 def as_dict(plan: Plan) -> dict[str, Any]:
     """The plan in plain values, as it is written to JSON; bytes and seconds."""
     topology, workload = plan.network.topology, plan.workload
@@ -81,6 +99,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "inter_bytes_per_s": plan.network.inter,
             "intra_bytes_per_s": plan.network.intra,
             "nic": plan.network.nic,
+            "column_bytes_per_s": plan.network.column,
             "accumulate": workload.accumulate,
             "compute_s": workload.compute,
             "activation_bytes": workload.activations,

@@ -1,0 +1,140 @@
+"""The bandwidths that the guideline needs, measured over the process groups that training will use."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from rich.progress import track
+
+from lightning_paro.collectives import Ladder, ProcessGroups
+from lightning_paro.planner._cost import Network
+from lightning_paro.topology import Granularity, Topology
+
+__all__ = ["Probe", "Sample", "probe"]
+
+N, I, G = Granularity  # noqa: E741
+
+Links = Literal["inside", "between, one column", "between, all columns"]
+LINKS: tuple[Links, ...] = ("inside", "between, one column", "between, all columns")
+MIB = 2**20
+SIZES = (1 * MIB, 8 * MIB, 64 * MIB)
+WARMUP, REPEATS = 2, 5
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement.
+
+    Attributes:
+        links: Which links were busy.
+        operation: ``"gather"`` or ``"reduce"``.
+        nbytes: Size of the whole tensor of one group or column.
+        seconds: Median of several, each the slowest rank's.
+        bandwidth: Bytes per second that each rank sent.
+    """
+
+    links: Links
+    operation: Literal["gather", "reduce"]
+    nbytes: int
+    seconds: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What was measured, the same on all ranks.
+
+    Attributes:
+        topology: Ranks and groups.
+        device: Kind of device.
+        samples: Every measurement.
+    """
+
+    topology: Topology
+    device: str
+    samples: tuple[Sample, ...]
+
+    def bandwidth(self, links: Links) -> float:
+        """Bytes per second of the largest size, the slower of both operations; infinite if there are no such links."""
+        largest = max((sample.nbytes for sample in self.samples if sample.links == links), default=0)
+        return min(
+            (sample.bandwidth for sample in self.samples if sample.links == links and sample.nbytes == largest),
+            default=float("inf"),
+        )
+
+    def network(self) -> Network:
+        """The measured network, for :func:`make_plan`."""
+        inside, alone, together = (self.bandwidth(links) for links in LINKS)
+        return Network(self.topology, inter=alone, intra=inside, column=together)
+
+
+def probe(
+    groups: ProcessGroups,
+    device: torch.device | str = "cpu",
+    sizes: tuple[int, ...] = SIZES,
+    show_progress: bool = True,
+) -> Probe:
+    """Time gathers and reductions inside groups, in one column, and in all columns at once. Collective.
+
+    Args:
+        groups: The process groups.
+        device: Where tensors live.
+        sizes: Bytes of the whole tensors; the largest decides.
+        show_progress: Whether rank 0 shows a progress bar.
+    """
+    topology = groups.topology
+    ladder = Ladder(groups)
+    cases = [
+        (links, operation, size)
+        for links in LINKS
+        for operation in ("gather", "reduce")
+        for size in sizes
+        if (topology.group_size if links == "inside" else topology.num_groups) > 1
+        and not (links == "between, all columns" and topology.group_size == 1)
+    ]
+    samples = []
+    bar = track(cases, "measuring the network", disable=not show_progress or groups.rank > 0, transient=True)
+    for links, operation, size in bar:
+        ranks = topology.group_size if links == "inside" else topology.num_groups
+        numel = -(-size // (4 * topology.world_size)) * topology.world_size
+        run = _operation(ladder, links, operation, numel, torch.device(device))
+        seconds = [_timed(groups, run, torch.device(device)) for _ in range(WARMUP + REPEATS)][WARMUP:]
+        median = statistics.median(seconds)
+        samples.append(Sample(links, operation, 4 * numel, median, 4 * numel * (ranks - 1) / ranks / median))  # type: ignore[arg-type]
+    return Probe(topology, torch.device(device).type, tuple(samples))
+
+
+def _operation(ladder: Ladder, links: Links, operation: str, numel: int, device: torch.device) -> Callable[[], object]:
+    """What a rank does for one measurement; nothing if the links are not its own."""
+    topology, rank = ladder.groups.topology, ladder.groups.rank
+    if links == "between, one column" and topology.coordinates(rank)[1] != 0:
+        return lambda: None
+    whole = torch.zeros(numel, device=device)
+    inside = links == "inside"
+    if operation == "reduce":
+        return lambda: ladder.descend(whole, N if inside else I, I if inside else G, sync=not inside)
+    shard = torch.zeros(numel // (topology.group_size if inside else topology.num_groups), device=device)
+    return lambda: ladder.climb(shard, I if inside else G, whole, N if inside else I)
+
+
+def _timed(groups: ProcessGroups, run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the slowest rank."""
+    dist.barrier(group=groups.control)
+    _synchronize(device)
+    start = time.perf_counter()
+    run()
+    _synchronize(device)
+    seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=groups.control)
+    return float(seconds)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,64 @@
+"""The probe of bandwidths, on gloo: what is measured where, and that the numbers belong together."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_paro.collectives import ProcessGroups
+from lightning_paro.planner import Probe, Sample, Workload, make_plan, probe
+from lightning_paro.topology import Topology
+from tests.distributed.pool import WORLD_SIZE, Pool
+
+SIZES = (1000, 2**16)
+
+
+def _probe(group_size: int) -> Probe:
+    return probe(ProcessGroups.create(Topology(WORLD_SIZE, group_size)), sizes=SIZES, show_progress=False)
+
+
+@pytest.mark.parametrize(
+    ("group_size", "links"),
+    [
+        (1, {"between, one column"}),
+        (2, {"inside", "between, one column", "between, all columns"}),
+        (4, {"inside"}),
+    ],
+)
+def test_it_measures_the_links_there_are(pool: Pool, group_size: int, links: set[str]) -> None:
+    results = pool.run(_probe, group_size)
+    assert all(result == results[0] for result in results), "the same on all ranks, to the bit"
+    measured = results[0]
+    assert {sample.links for sample in measured.samples} == links
+    for sample in measured.samples:
+        ranks = group_size if sample.links == "inside" else WORLD_SIZE // group_size
+        assert sample.nbytes >= SIZES[0]
+        assert sample.seconds > 0
+        assert sample.bandwidth * sample.seconds == pytest.approx(sample.nbytes * (ranks - 1) / ranks)
+    counted = {(sample.links, sample.operation) for sample in measured.samples}
+    assert len(measured.samples) == len(SIZES) * len(counted) == len(SIZES) * 2 * len(links)
+    network = measured.network()
+    plan = make_plan(Workload(1e6), network, memory=1e9)
+    assert plan.recommended is not None
+    assert (network.intra == float("inf")) == (group_size == 1)
+    assert (network.inter == float("inf")) == (group_size == 4)
+
+
+def test_the_slower_operation_of_the_largest_size_counts_and_columns_share() -> None:
+    def sample(links: str, operation: str, nbytes: int, bandwidth: float) -> Sample:
+        return Sample(links, operation, nbytes, 1.0, bandwidth)  # type: ignore[arg-type]
+
+    measured = Probe(
+        Topology(4, 2),
+        "cpu",
+        (
+            sample("inside", "gather", 10, 1e9),  # too small to count
+            sample("inside", "gather", 20, 8e9),
+            sample("inside", "reduce", 20, 4e9),
+            sample("between, one column", "gather", 20, 3e9),
+            sample("between, all columns", "gather", 20, 2e9),
+        ),
+    )
+    network = measured.network()
+    assert (network.intra, network.inter, network.column) == (4e9, 3e9, 2e9)
+    assert network.between(8e9) == 8e9 / 2 / 2 / 2e9
+    assert network.globally(8e9, 8e9, "flat") == 8e9 * 3 / 4 / 3e9
