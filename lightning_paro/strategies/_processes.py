@@ -72,7 +72,7 @@ class ProcessesStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if self._start_method == "popen":
+        if self._start_method == "popen" or self.cluster_environment.creates_processes_externally:
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
         else:
             self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
@@ -80,7 +80,7 @@ class ProcessesStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        if self._start_method == "fork":
+        if self._start_method == "fork" and isinstance(self._launcher, _MultiProcessingLauncher):
             torch.set_num_threads(1)  # the parent's OpenMP threads are not here: a parallel region would hang
         reset_seed()
         self.set_world_ranks()

@@ -57,7 +57,7 @@ class ParoStrategy(ProcessesStrategy):
             ``"skip"`` the step on all ranks, or ``"raise"`` on all ranks.
         timeout: How long a collective may wait.
         start_method: How Lightning starts the processes: ``"popen"`` runs the script again, the others fork or spawn
-            (for notebooks and tests).
+            (for notebooks and tests). Under torchrun or SLURM, which start them, it does not matter.
         activation_checkpointing: Module classes whose activations are recomputed in backward (non-reentrant).
         process_group_backend: ``"nccl"``, ``"gloo"`` or None for the device's default.
         accelerator: As in Lightning's strategies.
@@ -161,10 +161,18 @@ class ParoStrategy(ProcessesStrategy):
 
     # ---- set-up and teardown --------------------------------------------------------------------------------
 
+    def _topology(self) -> Topology:
+        return Topology(self.world_size, self.num_processes if self.group_size is None else self.group_size)
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        self._topology()  # a wrong group size is refused before any process is started
+
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        topology = Topology(self.world_size, self.num_processes if self.group_size is None else self.group_size)
+        topology = self._topology()
         warning = check_placement(topology.group_size, self.num_processes, self.num_nodes)
         if warning:
             rank_zero_warn(warning)

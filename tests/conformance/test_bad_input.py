@@ -106,6 +106,8 @@ def _fit(root: str, module: type[Regressor] = Regressor, strategy: Any = None, *
 def test_a_group_size_that_does_not_divide_the_world_prints_the_arithmetic(pool: Pool, tmp_path: Path) -> None:
     run = _expect(pool, r"group_size=3 does not divide world_size=4: 4 = 1 \* 3 \+ 1", r"HINT: .* from \{1, 2, 4\}")
     run(_fit, str(tmp_path), strategy={"group_size": 3})
+    with pytest.raises(ValueError, match="group_size=3 does not divide world_size=4"):  # before anything is started
+        Trainer(accelerator="cpu", devices=4, strategy=ParoStrategy(group_size=3))
 
 
 @pytest.mark.parametrize("precision", ["16-true", "transformer-engine"])

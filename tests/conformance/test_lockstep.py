@@ -73,9 +73,19 @@ def test_even_loaders_and_those_made_even_by_a_limit_train(pool: Pool, streams: 
 
 DEADLOCK = """
 import datetime
+import sys
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning_paro import ParoStrategy
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_paro import ParoStrategy, state_access
+
+class OnRankZero(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        if trainer.is_global_zero and index == 2:
+            if sys.argv[1] == "parameters":
+                with state_access(trainer).full_parameters(module):
+                    pass
+            if sys.argv[1] == "norm":
+                trainer.strategy.grad_norm()
 
 class Net(LightningModule):
     def __init__(self):
@@ -84,7 +94,7 @@ class Net(LightningModule):
 
     def training_step(self, batch, index):
         for number, block in enumerate(self.blocks):
-            if not (index == 2 and number == 2 and self.global_rank == 1):
+            if not (sys.argv[1] == "block" and index == 2 and number == 2 and self.global_rank == 1):
                 batch = block(batch)
         return batch.sum()
 
@@ -92,21 +102,30 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 if __name__ == "__main__":
-    strategy = ParoStrategy("iii", timeout=datetime.timedelta(seconds=60))
+    strategy = ParoStrategy("iii", timeout=datetime.timedelta(seconds=45))
     Trainer(
         strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[OnRankZero()],
     ).fit(Net(), torch.utils.data.DataLoader(torch.ones(64, 8), batch_size=4))
 """
 
 
 @pytest.mark.timeout(180)
-def test_a_block_that_one_rank_skips_ends_all_ranks_with_the_places_where_they_wait(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "places"),
+    [
+        ("block", ("gathering unit 'blocks.3'", "reducing the gradient of unit 'blocks.3'")),
+        ("parameters", ("gathering unit", "skip.py:12", "torch.distributed.broadcast, called at")),
+        pytest.param("norm", ("torch.distributed.all_reduce, called at", "skip.py:15"), marks=pytest.mark.full),
+    ],
+)
+def test_ranks_that_wait_in_different_places_end_and_say_where(
+    tmp_path: Path, how: str, places: tuple[str, ...]
+) -> None:
     script = tmp_path / "skip.py"
     script.write_text(DEADLOCK)
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=170)
+    run = subprocess.run([sys.executable, str(script), how], capture_output=True, text=True, timeout=170)
     assert run.returncode != 0
-    assert "all ranks have been waiting for more than 20 s, in different collectives" in run.stderr
-    assert "gathering unit 'blocks.3'" in run.stderr
-    assert "rank 0: #" in run.stderr
-    assert "rank 1: #" in run.stderr
+    assert "all ranks have been waiting for more than 15 s, in different collectives" in run.stderr
+    for place in ("rank 0: ", "rank 1: ", "HINT: every rank must make the same collective calls", *places):
+        assert place in run.stderr
