@@ -110,6 +110,9 @@ class Topology:
 
     def __post_init__(self) -> None:
         n, m = self.world_size, self.group_size
+        for name, value in (("world_size", n), ("group_size", m)):
+            if type(value) is not int:
+                raise ValueError(f"{name}={value!r} must be a whole number of ranks, got {type(value).__name__}.")
         if n < 1:
             raise ValueError(f"world_size must be at least 1, got {n}. HINT: pass the number of ranks.")
         if m < 1 or n % m:

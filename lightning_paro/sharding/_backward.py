@@ -75,6 +75,13 @@ class Backward:
                 f"parameter '{name}' received a second gradient in one backward, after its unit was reduced: a "
                 "reentrant checkpoint runs it twice. HINT: use_reentrant=False."
             )
+        if not flat.is_whole:
+            raise RuntimeError(
+                f"parameter '{name}' received a gradient while unit '{flat.unit}' was released, so the gradients that "
+                "come after it are of values that were not there: the loss depends on the unit by something that its "
+                "forward does not return. HINT: return it, or make the module that uses it the unit, "
+                "ParoStrategy(units={...}), or keep parameters whole with p=N, such as paro_nig."
+            )
         flat.arrive(index)
         if flat.partition.p is Granularity.N:
             while self._queue and self._queue[0].pending == 0:

@@ -51,7 +51,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         ValueError: With the reason and what to use instead.
     """
     kind = type(optimizer)
-    if kind in ELEMENTWISE:
+    if kind in ELEMENTWISE or not any(group["params"] for group in optimizer.param_groups):
         return
     hint = (
         "HINT: use an elementwise optimizer (SGD, Adam, AdamW, NAdam, RAdam, Adagrad, RMSprop, Lion, ...), or keep the "

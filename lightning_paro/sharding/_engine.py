@@ -165,20 +165,24 @@ class Engine:
         """
         chosen = self.units
         if module is not None:
-            flats = {id(self.where[id(p)][0]) for p in module.parameters()}
+            flats = {id(self.locate(p)[0]) for p in module.parameters()}
             chosen = [unit for unit in self.units if any(id(flat) in flats for flat in unit.flats)]
         with ExitStack() as stack:
             for unit in chosen:
                 unit.hold()
                 stack.callback(unit.let_go)
             yield
-            if writeback:
+            if self._in_step and torch.is_grad_enabled():  # a backward may come back to what was computed here
                 for unit in chosen:
-                    for flat in unit.flats:
-                        flat.collect()
-                        if self.topology.world_size > 1:
-                            torch.distributed.broadcast(flat.whole, src=0)
-                        flat.overwrite(flat.whole)
+                    unit.is_kept = True
+            for flat in (flat for unit in chosen for flat in unit.flats):
+                if writeback:
+                    flat.collect()
+                    if self.topology.world_size > 1:
+                        torch.distributed.broadcast(flat.whole, src=0)
+                    flat.overwrite(flat.whole)
+                if self.partition.p is not Granularity.N:
+                    flat.attach()  # what else was written is dropped
 
     # ---- optimizers -----------------------------------------------------------------------------------------
 
@@ -238,6 +242,7 @@ class Engine:
         wide = torch.float64 if any(flat.master_dtype is torch.float64 for flat in self.flats) else torch.float32
         total = torch.zeros((), dtype=wide, device=self.device)
         if gradients:
+            gradients = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
             norms = torch._foreach_norm(gradients, 2, dtype=wide)
             total = torch.stack(norms).square().sum()
         return self.sum_over_shards(total).sqrt()
@@ -306,9 +311,9 @@ class Engine:
             return self.where[id(parameter)]
         except KeyError:
             raise ValueError(
-                f"an optimizer holds a tensor of shape {tuple(parameter.shape)} that is not a parameter of "
-                f"{type(self.module).__name__}. HINT: build optimizers in configure_optimizers, from "
-                "`self.parameters()` or `self.named_parameters()`."
+                f"a tensor of shape {tuple(parameter.shape)} is not a parameter of {type(self.module).__name__}. HINT: "
+                "build optimizers in configure_optimizers, from `self.parameters()` or `self.named_parameters()`, and "
+                "ask only for modules that are part of it."
             ) from None
 
     @contextmanager
@@ -327,6 +332,20 @@ class Engine:
             if here:
                 for flat in self.flats:
                     flat.take_back()
+
+    @contextmanager
+    def rewritten(self) -> Iterator[None]:
+        """Every rank's module shows whole host values in their own dtype, and what it then holds is kept. Collective.
+
+        All ranks must write the same.
+        """
+        for flat in self.flats:
+            flat.lend()
+        try:
+            yield
+        finally:
+            for flat in self.flats:
+                flat.take_in()
 
     def close(self) -> None:
         """Give the module its whole values back, in their own dtype on the host, and remove every hook. Collective.

@@ -85,6 +85,8 @@ class OptimizerShards:
             )
         for flat, index in self.members():
             flat.check_untouched(index)
+        for flat in self.flats():
+            flat.take_over()
         moving = {id(flat): flat for flat in self.flats() if flat.used}  # the same on all ranks
         if engine.nonfinite != "propagate":
             gradients = [entry.grad for entry in self.entries() if entry.grad is not None and entry.grad.numel()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class Unit:
         self._is_reached = False
         self._inputs: list[tuple[Tensor, int]] = []
         self._handles: list[Any] = []
+        self._parts: list[weakref.ref[nn.Module]] = []
         if module is not None and any(flat.partition.p for flat in flats):
             self._install(module)
 
@@ -110,6 +111,7 @@ class Unit:
     def _install(self, module: nn.Module) -> None:
         unit = weakref.proxy(self)  # a hook that owns its unit is a cycle through the module
         own = weakref.ref(module)  # a copy of the module has the hooks as well, but is not the unit's
+        self._parts = [weakref.ref(part) for part in module.modules()]
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -143,11 +145,22 @@ class Unit:
             for tensor in tensors:
                 if tensor.requires_grad and id(tensor) not in handed_on:
                     tensor.register_hook(reach)
+            for tensor in self._left_on_modules():
+                tensor.register_hook(reach)
         if not _in_backward():  # in a recomputation the values are needed on
             self._depth = max(self._depth - 1, 0)
             if any(flat.is_shown_by(tensor) for flat in self.flats for tensor in tensors):
                 self.is_kept = True
             self._release_if_idle()
+
+    def _left_on_modules(self) -> Iterator[Tensor]:
+        """What the forward left as an attribute, for an auxiliary loss or for a later call."""
+        for reference in self._parts:
+            part = reference()
+            for value in vars(part).values() if part is not None else ():
+                if isinstance(value, Tensor) and value.grad_fn is not None and not hasattr(value, "_paro_reaches"):
+                    value._paro_reaches = True  # type: ignore[attr-defined]
+                    yield value
 
     def _reach(self) -> None:
         self._on_reach(self)
@@ -179,3 +192,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             yield from _tensors([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
+        elif isinstance(leaf, Mapping):
+            yield from _tensors(list(leaf.values()))
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)):  # an object of the user's own
+            yield from (value for value in tree_leaves(vars(leaf)) if isinstance(value, Tensor))

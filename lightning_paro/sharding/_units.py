@@ -35,7 +35,8 @@ def repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
     """The repeated blocks of a model: children of its layer stacks.
 
     A stack is a ModuleList or Sequential of at least two children of one class that holds more than a fifth of the
-    parameters outside the input and output embeddings; of nested stacks the outermost counts.
+    parameters outside the input and output embeddings; of nested stacks the outermost counts. A child that only lists
+    others, and is never called itself, stands for those; tables whose rows are looked up from outside are no blocks.
     """
     embeddings = {id(p) for module in _embeddings(root) for p in module.parameters()}
     sizes = {id(p): p.numel() for p in root.parameters() if id(p) not in embeddings}
@@ -45,12 +46,23 @@ def repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or any(_inside(name, known) for known in blocks):
             continue
         children = list(module.children())
-        if len(children) < 2 or len({type(child) for child in children}) != 1:
+        if len(children) < 2 or len({type(child) for child in children}) != 1 or isinstance(children[0], nn.Embedding):
             continue
         if 5 * sum(sizes.get(id(p), 0) for p in module.parameters()) > total:
             prefix = f"{name}." if name else ""
-            blocks |= {f"{prefix}{index}": child for index, child in module.named_children()}
+            for index, child in module.named_children():
+                blocks |= _called(f"{prefix}{index}", child)
     return blocks
+
+
+def _called(name: str, module: nn.Module) -> dict[str, nn.Module]:
+    """The module itself, or what is in it if it has no forward, like a ModuleList."""
+    if type(module).forward is not nn.Module.forward:
+        return {name: module}
+    inside: dict[str, nn.Module] = {}
+    for index, child in module.named_children():
+        inside |= _called(f"{name}.{index}", child)
+    return inside
 
 
 def _inside(name: str, other: str) -> bool:

@@ -143,6 +143,10 @@ class FlatValues:
         for slot, view in zip(self.slots, self._views, strict=True):
             mark_whole(slot.parameter)
             slot.parameter.data = view  # not a Parameter made of the view: that would share its version counter
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._versions = [slot.parameter._version for slot in self.slots]
 
     def gather(self, again: bool = False) -> None:
         """Climb from rung p to N, into the same storage every time: views that autograd saved stay valid.
@@ -164,6 +168,7 @@ class FlatValues:
         """Give the whole values back; the parameters become ghosts that keep shape, dtype and identity."""
         if not self.is_whole or self.partition.p is N:
             return
+        self.take_over()
         self.is_whole = False
         self._haunt()
         if not self.whole.untyped_storage().resizable():  # somebody has seen a view of it as a numpy array
@@ -178,7 +183,9 @@ class FlatValues:
             mark_released(slot.parameter, f"parameter '{slot.name}' of unit '{self.unit}'")
 
     def is_shown_by(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is a view of the whole values."""
+        """Whether ``tensor`` is a view of the whole values; one that torch.func has wrapped might be."""
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return True
         if tensor.layout is not torch.strided:
             return False
         return tensor.untyped_storage().data_ptr() == self.whole.untyped_storage().data_ptr()
@@ -195,14 +202,39 @@ class FlatValues:
                     self.ladder.climb(self.shard, self.partition.p, self.whole, N)
         for slot in self.slots:  # as an in-place update would: a graph that saved the old values must not be used
             torch.autograd.graph.increment_version(slot.parameter)
+        self._note_versions()
+
+    def take_over(self) -> None:
+        """Keep what the module's code wrote to its parameters in place, or assigned to their ``data``.
+
+        This rank's slices of it count, so it has to be done on all ranks alike.
+        """
+        is_p_whole = self.partition.p is N
+        if not is_p_whole and not (self.is_whole and self._is_written()):
+            return
+        self.collect()
+        with torch.inference_mode(False), torch.no_grad():
+            if not is_p_whole:
+                self.shard.copy_(self.whole[self._p_slice])
+            here = self._os_view()
+            if self.master.data_ptr() != here.data_ptr():  # what is not the master's rounded value was written
+                changed = here != self.master.to(here.dtype)
+                self.master.copy_(torch.where(changed, here.to(self.master.dtype), self.master))
+
+    def _is_written(self) -> bool:
+        return any(
+            slot.parameter._version != version or _is_elsewhere(slot, view)
+            for slot, version, view in zip(self.slots, self._versions, self._views, strict=True)
+        )
 
     def collect(self) -> None:
-        """While whole: take over what a user assigned to the ``data`` of a parameter."""
-        with torch.no_grad():
-            for slot, view in zip(self.slots, self._views, strict=True):
-                if slot.parameter.data_ptr() != view.data_ptr():
-                    view.copy_(slot.parameter)
-        self.attach()
+        """While whole: bring what a user assigned to the ``data`` of a parameter back into the flat buffer."""
+        moved = [pair for pair in zip(self.slots, self._views, strict=True) if _is_elsewhere(*pair)]
+        with torch.inference_mode(False), torch.no_grad():
+            for slot, view in moved:
+                view.copy_(slot.parameter)
+        if moved:
+            self.attach()
 
     def overwrite(self, whole: Tensor) -> None:
         """Make the shards those of ``whole``, the same flat values on every rank, in any floating dtype.
@@ -220,6 +252,7 @@ class FlatValues:
 
     def full_values(self) -> Tensor:
         """The whole values in the optimizer's dtype, as a new flat tensor; collective."""
+        self.take_over()
         whole = torch.empty(self.numel, dtype=self.master.dtype, device=self.device)
         if self.master.data_ptr() != self._os_view().data_ptr():
             self.ladder.climb(self.master, self.partition.os, whole, N)
@@ -259,6 +292,15 @@ class FlatValues:
             slot.parameter.grad = gradient
         self._put_aside = []
 
+    def take_in(self) -> None:
+        """End :meth:`lend` on all ranks, with the values that the parameters have by now."""
+        with torch.inference_mode(False), torch.no_grad():
+            whole = torch.zeros(self.numel, dtype=self.own_dtype, device=self.device)
+            for slot in self.slots:
+                self._view(whole, slot).copy_(slot.parameter)
+        self.take_back()
+        self.overwrite(whole)
+
     def forsake(self) -> None:
         """Free the device: what the optimizer needs moves to the host, the rest is dropped."""
         self._put_aside = []
@@ -270,7 +312,8 @@ class FlatValues:
     def entry(self, index: int) -> nn.Parameter | None:
         """What the optimizer holds in place of a parameter: its slice of the os shard, or None if that is empty."""
         if self.entries[index] is None and not self.slots[index].is_empty:
-            entry = nn.Parameter(self._os_part(self.master, index))
+            part = self._os_part(self.master, index)
+            entry = nn.Parameter(part, requires_grad=part.is_floating_point() or part.is_complex())
             entry._paro_parameter = weakref.ref(self.slots[index].parameter)  # type: ignore[attr-defined]
             self.entries[index] = entry
         return self.entries[index]
@@ -297,3 +340,8 @@ class FlatValues:
         slot = self.slots[index]
         part = shard[slot.shard]
         return part.view(slot.shape) if self.partition.os is N else part
+
+
+def _is_elsewhere(slot: Slot, view: Tensor) -> bool:
+    """Whether the parameter shows other memory than its place in the flat buffer."""
+    return slot.parameter.data_ptr() != view.data_ptr()

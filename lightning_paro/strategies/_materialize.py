@@ -54,7 +54,8 @@ def materialize(module: nn.Module, initialize: bool) -> None:
             )
     if not initialize:
         return
-    for model in pretrained:
-        cast(Any, model).initialize_weights()
-    for child in others:
-        cast(Any, child).reset_parameters()
+    with torch.random.fork_rng(devices=[]):  # the ranks' generators stay in step
+        for model in pretrained:
+            cast(Any, model).initialize_weights()
+        for child in others:
+            cast(Any, child).reset_parameters()

@@ -361,11 +361,17 @@ class ParoStrategy(ProcessesStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        if has_meta_tensors(self.lightning_module):
-            materialize(self.lightning_module, initialize=True)
-        check_state_dict(self.lightning_module, checkpoint["state_dict"], strict)
-        super().load_model_state_dict(checkpoint, strict)
+        module = self.lightning_module
+        assert module is not None
+        engine = _live.get(module)
+        if engine is not None and (engine is not self._engine or self._failed):  # of a run that failed
+            _live.pop(module).close()
+            engine = None
+        if has_meta_tensors(module):
+            materialize(module, initialize=True)
+        with nullcontext() if engine is None else engine.rewritten():  # in the middle of a run, as lr_find does it
+            check_state_dict(module, checkpoint["state_dict"], strict)
+            super().load_model_state_dict(checkpoint, strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

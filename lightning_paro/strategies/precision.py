@@ -37,9 +37,9 @@ class _Sharded(Precision):
         assert self.engine is not None
         norm = self.engine.grad_norm(optimizer)
         gradients = [p.grad for p in self.main_params(optimizer) if p.grad is not None]
-        if gradients:
-            scale = (clip_val / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+        scale = (clip_val / (norm + 1e-6)).clamp(max=1.0)
+        for dtype in {gradient.dtype for gradient in gradients}:
+            torch._foreach_mul_([g for g in gradients if g.dtype is dtype], scale.to(dtype))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clamp the gradients of ``optimizer``; torch's function refuses a rank that holds none."""

@@ -31,6 +31,9 @@ class Block(nn.Module):
         self.a = nn.Linear(width, width, bias=False)
         self.b = nn.Linear(width, width, bias=False)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
+
 
 class Model(nn.Module):
     def __init__(self, blocks: int = 3) -> None:
@@ -192,3 +195,13 @@ def test_names_that_share_a_prefix_are_told_apart() -> None:
 def test_units_that_are_not_understood_or_select_nothing_are_refused(units: UnitsArgument, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         find_units(Model(), units)
+
+
+def test_lists_in_a_list_stand_for_the_blocks_in_them() -> None:
+    root = nn.ModuleList(nn.ModuleList([Block(), nn.Linear(4, 4)]) for _ in range(3))
+    assert [name for name in names(root) if name != "rest"] == [f"{i}.{j}" for i in range(3) for j in range(2)]
+
+
+def test_tables_that_are_looked_up_through_their_weight_are_no_blocks() -> None:
+    root = nn.Sequential(OrderedDict(codes=nn.ModuleList(nn.Embedding(50, 4) for _ in range(3)), head=nn.Linear(4, 5)))
+    assert list(names(root)) == ["rest"]
