@@ -153,6 +153,8 @@ class Engine:
     def abort(self) -> None:
         """Something was raised inside a step: release everything, so that the next step starts clean."""
         self._reset()
+        for shards in self.optimizers:
+            shards.abort()
 
     @contextmanager
     def full_parameters(self, module: nn.Module | None = None, writeback: bool = False) -> Iterator[None]:

@@ -25,11 +25,14 @@ Member = tuple[Flat, int]
 class OptimizerShards:
     """An attached optimizer: which slots it owns, and what happens around its step.
 
+    Its param groups hold the module's parameters, as the user put them there, and this rank's entries only while the
+    optimizer's own code works on them: in its step, but not in the closure of that.
+
     Attributes:
-        optimizer: The user's optimizer; its param groups hold this rank's entries.
+        optimizer: The user's optimizer.
         groups: By param group, the slots it was given, in the user's order, empty ones included.
         moving: The flats, by identity, that its current step has seen gradients of; no others will have moved.
-        is_on_parameters: Whether the param groups hold the module's own parameters just now.
+        is_on_entries: Whether the param groups hold the entries just now.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
@@ -37,7 +40,8 @@ class OptimizerShards:
         self.groups: list[list[Member]] = []
         self._engine = engine
         self.moving: dict[int, Flat] = {}
-        self.is_on_parameters = False
+        self.is_on_entries = False
+        self._steps = 0  # one inside the other: a subclass may call the step of its base
         self._detach: list[Callable[[], None]] = []
 
     def entries(self) -> Iterator[nn.Parameter]:
@@ -108,67 +112,90 @@ class OptimizerShards:
         for flat in self.moving.values():
             flat.update()
 
-    def add_group(self, group: dict[str, Any]) -> None:
-        """Swap the parameters of a param group for entries, in place, and carry over state that exists already."""
+    def take(self, group: dict[str, Any]) -> None:
+        """Own the parameters of a param group, and carry over state that exists already."""
         members = [self._engine.locate(parameter) for parameter in group["params"]]
-        twice = set(members) & set(self.members())  # torch compares with the entries, which are other tensors
-        if twice:
-            names = ", ".join(sorted(f"'{flat.slots[index].name}'" for flat, index in twice))
-            raise ValueError(
-                f"some parameters appear in more than one parameter group: {names}. HINT: give every parameter to one "
-                "group."
-            )
-        entries: list[nn.Parameter] = []
-        for (flat, index), parameter in zip(members, list(group["params"]), strict=True):
+        for (flat, index), parameter in zip(members, group["params"], strict=True):
             if parameter.requires_grad:
                 flat.unfreeze()
             entry = flat.entry(index)
             state = self.optimizer.state.pop(parameter, None)
-            if entry is None:
-                continue
-            entries.append(entry)
-            if state:
+            if entry is not None and state:
                 parts = {key: part_of_state(key, value, flat, index) for key, value in state.items()}
                 self.optimizer.state[entry] = {key: _on(entry.device, part) for key, part in parts.items()}
-        group["params"][:] = entries
         self.groups.append(members)
+
+    def follow(self) -> None:
+        """Own what the param groups hold by now: a user may have changed them."""
+        if self.is_on_entries:
+            return
+        held = [[id(parameter) for parameter in group["params"]] for group in self.optimizer.param_groups]
+        if held != [[id(flat.slots[index].parameter) for flat, index in members] for members in self.groups]:
+            self.groups.clear()
+            for group in self.optimizer.param_groups:
+                self.take(group)
+
+    def step_begin(self) -> None:
+        """The optimizer's own code begins to work."""
+        self._steps += 1
+        self._show_entries()
+
+    def step_end(self) -> None:
+        """The optimizer's own code is done."""
+        self._steps = max(self._steps - 1, 0)
+        if not self._steps:
+            self._show_parameters()
+
+    def abort(self) -> None:
+        """A step was left by an exception."""
+        self._steps = 0
+        self._show_parameters()
 
     @contextmanager
     def on_parameters(self) -> Iterator[None]:
-        """Inside the context the param groups hold the module's own parameters, for code that looks at those."""
-        for group, members in zip(self.optimizer.param_groups, self.groups, strict=True):
-            group["params"][:] = [flat.slots[index].parameter for flat, index in members]
-        self.is_on_parameters = True
+        """Inside the context, which is in a step, the param groups hold the module's parameters again."""
+        self._show_parameters()
         try:
             yield
         finally:
-            self.is_on_parameters = False
-            self.groups.clear()
-            for group in self.optimizer.param_groups:
-                self.add_group(group)
+            if self._steps:
+                self._show_entries()
+
+    @contextmanager
+    def on_entries(self) -> Iterator[None]:
+        """Inside the context the param groups hold the entries, also after :meth:`detach`."""
+        before = self.is_on_entries
+        self._show_entries()
+        try:
+            yield
+        finally:
+            if not before:
+                self._show_parameters()
 
     def detach(self) -> None:
-        """Let go of the optimizer: its param groups hold the module's parameters again, without hooks and wrappers.
+        """Let go of the optimizer: no more hooks and wrappers.
 
         Its state stays with the entries, to be saved, or to be taken up by the next engine.
         """
         while self._detach:
             self._detach.pop()()
-        for group, members in zip(self.optimizer.param_groups, self.groups, strict=True):
-            group["params"][:] = [flat.slots[index].parameter for flat, index in members]
+        self.abort()
 
-    @contextmanager
-    def on_entries(self) -> Iterator[None]:
-        """Inside the context the param groups hold the entries, also after :meth:`detach`."""
-        held = [list(group["params"]) for group in self.optimizer.param_groups]
+    def _show_entries(self) -> None:
+        if self.is_on_entries:
+            return
+        self.follow()
+        self.is_on_entries = True
         for group, members in zip(self.optimizer.param_groups, self.groups, strict=True):
             entries = [flat.entry(index) for flat, index in members]
             group["params"][:] = [entry for entry in entries if entry is not None]
-        try:
-            yield
-        finally:
-            for group, parameters in zip(self.optimizer.param_groups, held, strict=True):
-                group["params"][:] = parameters
+
+    def _show_parameters(self) -> None:
+        if not self.is_on_entries:
+            return
+        self.is_on_entries = False
+        for group, members in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group["params"][:] = [flat.slots[index].parameter for flat, index in members]
 
 
 def part_of_state(key: str, value: Any, flat: Flat, index: int) -> Any:
@@ -215,7 +242,7 @@ def swap(optimizer: torch.optim.Optimizer, engine: Engine) -> OptimizerShards:
     shards = OptimizerShards(optimizer, engine)
     _take_up(optimizer, engine)
     for group in optimizer.param_groups:
-        shards.add_group(group)
+        shards.take(group)
 
     def before(_: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         shards.moving.clear()
@@ -223,6 +250,7 @@ def swap(optimizer: torch.optim.Optimizer, engine: Engine) -> OptimizerShards:
         closure = args[1] if is_positional else kwargs.get("closure")
         if not callable(closure):
             shards.before_update()
+            shards.step_begin()
             return None
         calls = 0
 
@@ -232,34 +260,58 @@ def swap(optimizer: torch.optim.Optimizer, engine: Engine) -> OptimizerShards:
             if calls:  # the optimizer moved in between, and wants the loss where it is now
                 shards.after_update()
             calls += 1
-            result = closure()
-            shards.before_update()
+            with shards.on_parameters():
+                result = closure()
+                shards.before_update()
             return result
 
+        shards.step_begin()
         return ((args[0], wrapped, *args[2:]), kwargs) if is_positional else (args, {**kwargs, "closure": wrapped})
 
     def after(*_: Any) -> None:
+        shards.step_end()
         shards.after_update()
-
-    original_add = optimizer.add_param_group
-
-    def add_param_group(group: dict[str, Any]) -> None:
-        original_add(group)
-        if shards.is_on_parameters:
-            return
-        try:
-            shards.add_group(optimizer.param_groups[-1])
-        except ValueError:
-            del optimizer.param_groups[-1]
-            raise
 
     handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
     optimizer._optimizer_step_post_hooks.move_to_end(handles[1].id, last=False)  # type: ignore[attr-defined]
     shards._detach += [handle.remove for handle in handles]
-    for name, method in (("zero_grad", shards.zero_grad), ("add_param_group", add_param_group)):
+    methods = {"zero_grad": shards.zero_grad, "add_param_group": _adding(shards)}
+    methods |= {name: _on_whole_state(shards, name) for name in ("state_dict", "load_state_dict")}
+    for name, method in methods.items():
         shards._detach.append(functools.partial(_restore, optimizer, name, vars(optimizer).get(name)))
         setattr(optimizer, name, method)
     return shards
+
+
+def _adding(shards: OptimizerShards) -> Callable[..., None]:
+    optimizer, original = shards.optimizer, shards.optimizer.add_param_group
+
+    def add_param_group(group: dict[str, Any]) -> None:
+        original(group)
+        try:
+            shards.take(optimizer.param_groups[-1])
+        except ValueError:
+            del optimizer.param_groups[-1]
+            raise
+
+    return add_param_group
+
+
+def _on_whole_state(shards: OptimizerShards, name: str) -> Callable[..., Any]:
+    """``state_dict`` or ``load_state_dict``, where an optimizer has its whole state, or while it works on entries."""
+    original = getattr(shards.optimizer, name)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if not shards.is_on_entries and shards._engine.partition.os is not Granularity.N:
+            raise RuntimeError(
+                f"{type(shards.optimizer).__name__}.{name}() was called, but this rank holds only shards of the "
+                "optimizer's state. HINT: call `trainer.save_checkpoint(...)` on all ranks and load it with "
+                "`ckpt_path=...`; `trainer.strategy.optimizer_state(optimizer)`, on all ranks, gives rank 0 the whole."
+            )
+        with shards.on_entries():
+            return original(*args, **kwargs)
+
+    return method
 
 
 def _restore(thing: object, name: str, value: Any) -> None:

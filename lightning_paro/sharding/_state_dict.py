@@ -56,6 +56,7 @@ def load_optimizer_state_dict(engine: Engine, optimizer: torch.optim.Optimizer, 
         ValueError: If the state is of an optimizer with other param groups, or of other parameters.
     """
     shards = engine.shards_of(optimizer)
+    shards.follow()
     have = [len(group) for group in shards.groups]
     given = [len(group["params"]) for group in full["param_groups"]]
     if have != given:
@@ -78,7 +79,8 @@ def load_optimizer_state_dict(engine: Engine, optimizer: torch.optim.Optimizer, 
             numbers.append(local)
             local += 1
         groups.append({**{k: v for k, v in saved.items() if k != "params"}, "params": numbers})
-    shards.optimizer.load_state_dict({**full, "state": state, "param_groups": groups})
+    with shards.on_entries():
+        shards.optimizer.load_state_dict({**full, "state": state, "param_groups": groups})
 
 
 def _own(shards: OptimizerShards) -> dict[Any, Any]:

@@ -24,11 +24,11 @@ from typing_extensions import override
 from lightning_paro.collectives import ProcessGroups
 from lightning_paro.sharding import Engine, load_optimizer_state_dict, optimizer_state_dict
 from lightning_paro.strategies._activations import checkpoint_activations, module_classes
+from lightning_paro.strategies._callbacks import with_parameters
 from lightning_paro.strategies._checks import check_placement, check_state_dict, check_trainer
 from lightning_paro.strategies._failure import FailureWatch
 from lightning_paro.strategies._lockstep import Lockstep
 from lightning_paro.strategies._materialize import has_meta_tensors, materialize
-from lightning_paro.strategies._param_groups import show_parameters
 from lightning_paro.strategies._processes import ProcessesStrategy, one_of
 from lightning_paro.strategies.precision import adopt, policy_for
 from lightning_paro.topology import Partition, Topology
@@ -256,7 +256,7 @@ class ParoStrategy(ProcessesStrategy):
             self._trained = self._engine
             for optimizer in self.optimizers:
                 self._engine.attach(optimizer)
-            self._undo += show_parameters(self._engine, module, trainer.callbacks)  # type: ignore[attr-defined]
+            self._undo += with_parameters(self._engine, module, trainer.callbacks)  # type: ignore[attr-defined]
         self.setup_precision_plugin()
 
     def _say_what_runs(self) -> None:
@@ -388,8 +388,8 @@ class ParoStrategy(ProcessesStrategy):
 def _delegate(wrapper: LightningOptimizer) -> None:
     """Let Lightning's wrapper use its optimizer's own methods; it inherits those of the class, which know no shards."""
     optimizer = wrapper.optimizer
-    wrapper.zero_grad = lambda *args, **kwargs: optimizer.zero_grad(*args, **kwargs)  # type: ignore[attr-defined]
-    wrapper.add_param_group = lambda group: optimizer.add_param_group(group)  # type: ignore[attr-defined]
+    for name in ("zero_grad", "add_param_group", "state_dict", "load_state_dict"):
+        setattr(wrapper, name, lambda *args, _name=name, **kwargs: getattr(optimizer, _name)(*args, **kwargs))
 
 
 def _states_to_host(optimizers: list[Optimizer]) -> None:

@@ -36,16 +36,17 @@ class _Sharded(Precision):
         """Scale the gradients of ``optimizer`` so that their norm over all ranks is at most ``clip_val``."""
         assert self.engine is not None
         norm = self.engine.grad_norm(optimizer)
-        gradients = [p.grad for p in self.main_params(optimizer) if p.grad is not None]
+        gradients = [entry.grad for entry in self.engine.shards_of(optimizer).entries() if entry.grad is not None]
         scale = (clip_val / (norm + 1e-6)).clamp(max=1.0)
         for dtype in {gradient.dtype for gradient in gradients}:
             torch._foreach_mul_([g for g in gradients if g.dtype is dtype], scale.to(dtype))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clamp the gradients of ``optimizer``; torch's function refuses a rank that holds none."""
-        parameters = [p for p in self.main_params(optimizer) if p.grad is not None]
-        if parameters:
-            torch.nn.utils.clip_grad_value_(parameters, clip_val)
+        assert self.engine is not None
+        entries = [entry for entry in self.engine.shards_of(optimizer).entries() if entry.grad is not None]
+        if entries:
+            torch.nn.utils.clip_grad_value_(entries, clip_val)
 
 
 class _Full(_Sharded):
@@ -80,9 +81,12 @@ class _Scaler(GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        flags = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        engine = self.plugin.engine
+        assert engine is not None
+        with engine.shards_of(optimizer).on_entries():
+            flags = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         flag = next(iter(flags.values())) if flags else torch.zeros_like(found_inf)
-        if self.plugin.engine is not None and self.plugin.engine.topology.world_size > 1:
+        if engine.topology.world_size > 1:
             torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
         return {flag.device: flag}
 

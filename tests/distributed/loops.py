@@ -128,6 +128,12 @@ class Sharded(Alone):
     def norm(self, optimizer: torch.optim.Optimizer) -> float:
         return float(self.engine.grad_norm(optimizer))
 
+    def clip(self, optimizer: torch.optim.Optimizer, largest: float) -> None:
+        scale = min(1.0, largest / (self.norm(optimizer) + 1e-6))
+        for entry in self.engine.shards_of(optimizer).entries():
+            if entry.grad is not None:
+                entry.grad.mul_(scale)
+
     @contextmanager
     def evaluation(self, whole: bool) -> Iterator[None]:
         self.engine.evaluation.begin(whole)

@@ -104,7 +104,7 @@ def _without_entries(setting: Setting) -> list[Any]:
     session = Session(Bank(["a"]), setting, policy=policy_for(plugin))
     plugin.engine = session.engine
     optimizer = session.attach(torch.optim.SGD([session.module["a"].scale], lr=0.1))
-    held = sum(len(group["params"]) for group in optimizer.param_groups)
+    held = len(list(session.engine.optimizers[0].entries())) if session.engine is not None else 1
     for step in range(2):
         factor = float("nan") if step == 1 and session.rank == 0 else 1.0
         loss = partial(_of_one, plugin.scaler, factor)
