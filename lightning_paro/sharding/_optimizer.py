@@ -157,9 +157,10 @@ class OptimizerShards:
         self._show_parameters()
         try:
             yield
-        finally:
-            if self._steps:
-                self._show_entries()
+        except BaseException:
+            self.abort()
+            raise
+        self._show_entries()
 
     @contextmanager
     def on_entries(self) -> Iterator[None]:

@@ -130,9 +130,9 @@ class FailureWatch:
             self._tell(
                 f"all ranks have been waiting for more than {self._stall:.0f} s, in different collectives:\n{lines}\n"
                 "HINT: every rank must make the same collective calls in the same order, so call full_parameters, "
-                "grad_norm and the like on all ranks, not on rank 0 alone. With partitioned parameters the units that "
-                "run must be the same as well: make the choice of layers the same on all ranks, or use a strategy with "
-                "p=N such as paro_nig."
+                "grad_norm, save_checkpoint and log(sync_dist=True) on all ranks, not on rank 0 only. With partitioned "
+                "parameters the units that run must be the same as well: make the choice of layers the same on all "
+                "ranks, or use a strategy with p=N such as paro_nig."
             )
 
 

@@ -114,7 +114,11 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("how", "places"),
     [
-        ("block", ("gathering unit 'blocks.3'", "reducing the gradient of unit 'blocks.3'")),
+        pytest.param(
+            "block",
+            ("gathering unit 'blocks.3'", "reducing the gradient of unit 'blocks.3'"),
+            marks=pytest.mark.full,
+        ),
         ("parameters", ("gathering unit", "skip.py:12", "torch.distributed.broadcast, called at")),
         pytest.param("norm", ("torch.distributed.all_reduce, called at", "skip.py:15"), marks=pytest.mark.full),
     ],
