@@ -10,12 +10,11 @@ from lightning.fabric import Fabric
 from rich.console import Console
 
 from lightning_paro import planner
+from lightning_paro.cli.plan import GIGABIT
 from lightning_paro.collectives import ProcessGroups
 from lightning_paro.topology import Topology
 
 __all__ = ["probe"]
-
-GIGABIT = 1e9 / 8
 
 
 def probe(

@@ -240,7 +240,7 @@ class Engine:
             A scalar tensor on the engine's device.
         """
         chosen = self.optimizers if optimizer is None else [self.shards_of(optimizer)]
-        gradients = [entry.grad for shards in chosen for entry in shards.entries() if entry.grad is not None]
+        gradients = [gradient for shards in chosen for gradient in shards.gradients()]
         wide = torch.float64 if any(flat.master_dtype is torch.float64 for flat in self.flats) else torch.float32
         total = torch.zeros((), dtype=wide, device=self.device)
         if gradients:

@@ -51,6 +51,10 @@ class OptimizerShards:
             if entry is not None:
                 yield entry
 
+    def gradients(self) -> list[Tensor]:
+        """The gradients that those have."""
+        return [entry.grad for entry in self.entries() if entry.grad is not None]
+
     def members(self) -> Iterator[Member]:
         """All slots of the optimizer, the same on all ranks."""
         for group in self.groups:
@@ -93,7 +97,7 @@ class OptimizerShards:
             flat.take_over()
         moving = {id(flat): flat for flat in self.flats() if flat.used}  # the same on all ranks
         if engine.nonfinite != "propagate":
-            gradients = [entry.grad for entry in self.entries() if entry.grad is not None and entry.grad.numel()]
+            gradients = [gradient for gradient in self.gradients() if gradient.numel()]
             largest = torch._foreach_norm(gradients, float("inf")) if gradients else ()
             bad = bool(largest) and not bool(torch.isfinite(torch.stack(largest)).all())
             if engine.any_rank(bad):

@@ -216,10 +216,7 @@ class FlatValues:
         with torch.inference_mode(False), torch.no_grad():
             if not is_p_whole:
                 self.shard.copy_(self.whole[self._p_slice])
-            here = self._os_view()
-            if self.master.data_ptr() != here.data_ptr():  # what is not the master's rounded value was written
-                changed = here != self.master.to(here.dtype)
-                self.master.copy_(torch.where(changed, here.to(self.master.dtype), self.master))
+            self._rewrite_master(self._os_view())
 
     def _is_written(self) -> bool:
         return any(
@@ -242,13 +239,16 @@ class FlatValues:
         A master keeps what ``whole`` only repeats in a narrower dtype.
         """
         with torch.no_grad():
-            if self.master.data_ptr() != self._os_view().data_ptr():
-                part = whole[self._os_slice]
-                changed = part != self.master.to(whole.dtype)
-                self.master.copy_(torch.where(changed, part.to(self.master.dtype), self.master))
+            self._rewrite_master(whole[self._os_slice])
             self.shard.copy_(whole[self._p_slice])
             if self.is_whole and self.partition.p is not N:
                 self.whole.copy_(whole)
+
+    def _rewrite_master(self, part: Tensor) -> None:
+        """Give the master the values of ``part`` at rung os; it keeps what that only repeats in a narrower dtype."""
+        if self.master.data_ptr() != self._os_view().data_ptr():
+            changed = part != self.master.to(part.dtype)
+            self.master.copy_(torch.where(changed, part.to(self.master.dtype), self.master))
 
     def full_values(self) -> Tensor:
         """The whole values in the optimizer's dtype, as a new flat tensor; collective."""

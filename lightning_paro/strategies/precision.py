@@ -36,7 +36,7 @@ class _Sharded(Precision):
         """Scale the gradients of ``optimizer`` so that their norm over all ranks is at most ``clip_val``."""
         assert self.engine is not None
         norm = self.engine.grad_norm(optimizer)
-        gradients = [entry.grad for entry in self.engine.shards_of(optimizer).entries() if entry.grad is not None]
+        gradients = self.engine.shards_of(optimizer).gradients()
         scale = (clip_val / (norm + 1e-6)).clamp(max=1.0)
         for dtype in {gradient.dtype for gradient in gradients}:
             torch._foreach_mul_([g for g in gradients if g.dtype is dtype], scale.to(dtype))
