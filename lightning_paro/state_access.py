@@ -92,6 +92,7 @@ class _Sharded:
         topology = self._engine.topology
         replicas = topology.world_size // topology.divisor(self._engine.partition.os)
         shards = {}
+        self._engine.settle()  # what is handed out may be written to
         for attached in self._engine.optimizers:
             for flat, index in attached.members():
                 slot, entry = flat.slots[index], flat.entry(index)

@@ -2,6 +2,7 @@
 
 from lightning_paro.collectives._groups import ProcessGroups
 from lightning_paro.collectives._ladder import Ladder, Traffic
+from lightning_paro.collectives._lanes import Task, after
 from lightning_paro.collectives._progress import Place, Progress
 
-__all__ = ["Ladder", "Place", "ProcessGroups", "Progress", "Traffic"]
+__all__ = ["Ladder", "Place", "ProcessGroups", "Progress", "Task", "Traffic", "after"]

@@ -1,10 +1,39 @@
-"""The names of the flat collectives: torch 2.13 renamed ``*_tensor`` to ``*_single`` and warns about the old ones."""
+"""The flat collectives: torch 2.13 renamed ``*_tensor`` to ``*_single`` and warns about the old ones."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+
+__all__ = ["all_gather", "gather_all", "reduce_scatter", "scatter_all"]
 
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gather_all(outs: list[Tensor], shards: list[Tensor], group: Any, async_op: bool) -> Any:
+    """All-gathers of several tensors by one launch."""
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    name = "all_gather_single_coalesced"
+    launch = getattr(group, name, None) or group.allgather_into_tensor_coalesced
+    return _work(launch(outs, shards, options), async_op)
+
+
+def scatter_all(outs: list[Tensor], wholes: list[Tensor], group: Any, async_op: bool) -> Any:
+    """Reduce-scatters, summing, of several tensors by one launch."""
+    options = ReduceScatterOptions()
+    options.asyncOp = async_op
+    name = "reduce_scatter_single_coalesced"
+    launch = getattr(group, name, None) or group.reduce_scatter_tensor_coalesced
+    return _work(launch(outs, wholes, options), async_op)
+
+
+def _work(work: Any, async_op: bool) -> Any:
+    if async_op or work is None:
+        return work
+    work.wait()
+    return None

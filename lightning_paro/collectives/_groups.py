@@ -10,7 +10,9 @@ import torch.distributed as dist
 from lightning_paro.collectives._progress import Progress
 from lightning_paro.topology import Topology
 
-__all__ = ["ProcessGroups"]
+__all__ = ["ROLES", "ProcessGroups"]
+
+ROLES = ("intra_gather", "intra_reduce", "inter")
 
 
 @dataclass(frozen=True)

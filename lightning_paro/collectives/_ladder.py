@@ -1,12 +1,15 @@
 """The two moves of the ladder: values climb by all-gathers, gradients descend by reduce-scatters.
 
 Both work on flat buffers in the block order of :meth:`lightning_paro.topology.Topology.shard`, so each step is one
-contiguous collective with no copy in or out, and each byte between groups is an I-shard's, never a whole buffer's.
+contiguous collective, and each byte between groups is an I-shard's, never a whole buffer's. Several buffers move
+together: inside a group by one launch, where launches are what costs; between groups as one message, where small
+messages are what costs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from lightning_paro.collectives import _compat
 from lightning_paro.collectives._groups import ProcessGroups
+from lightning_paro.collectives._lanes import Lanes, Steps
 from lightning_paro.topology import Granularity
 
 __all__ = ["Ladder", "Traffic"]
@@ -35,119 +39,135 @@ class Traffic:
         self.intra = self.inter = self.control = self.calls = 0
 
 
-@dataclass(frozen=True)
 class Ladder:
     """Moves flat buffers between granularities over the process groups of a topology.
 
+    Its methods are steps of a task, see :class:`~lightning_paro.collectives._lanes.Lanes`. Buffers that move together
+    have one dtype.
+
     Args:
         groups: The process groups of this rank.
+        device: Where tensors live.
         traffic: Where the bytes are counted.
     """
 
-    groups: ProcessGroups
-    traffic: Traffic = field(default_factory=Traffic)
+    def __init__(
+        self, groups: ProcessGroups, device: torch.device | str = "cpu", traffic: Traffic | None = None
+    ) -> None:
+        self.groups = groups
+        self.traffic = Traffic() if traffic is None else traffic
+        self.lanes = Lanes(groups, torch.device(device))
 
-    def climb(self, shard: Tensor, start: Granularity, out: Tensor, stop: Granularity) -> None:
-        """Gather ``shard``, this rank's part at ``start``, into ``out``, this rank's part at the coarser ``stop``.
+    def climb(self, shards: Sequence[Tensor], start: Granularity, outs: Sequence[Tensor], stop: Granularity) -> Steps:
+        """Gather ``shards``, this rank's parts at ``start``, into ``outs``, its parts at the coarser ``stop``.
 
-        ``shard`` may be the very slice of ``out`` that it fills.
+        A shard may be the very slice of its out that it fills.
 
         Args:
-            shard: Flat tensor of ``numel / d(start)`` elements.
-            start: Granularity of ``shard``.
-            out: Flat tensor of ``numel / d(stop)`` elements, of the same dtype.
-            stop: Granularity of ``out``.
+            shards: Flat tensors of ``numel / d(start)`` elements.
+            start: Granularity of ``shards``.
+            outs: Flat tensors of ``numel / d(stop)`` elements, of the same dtype.
+            stop: Granularity of ``outs``.
         """
         if start is stop:
-            if shard.data_ptr() != out.data_ptr():
-                out.copy_(shard)
+            for shard, out in zip(shards, outs, strict=True):
+                _copy(out, shard)
             return
         if start is G:
-            column = out if stop is I else out[self._intra_slice(out)]
-            self._all_gather("inter", column, shard)
-            shard = column
+            columns = outs if stop is I else [self._intra_part(out) for out in outs]
+            yield "inter"
+            yield from self._gather_between(columns, shards)
+            shards = columns
         if stop is N:
-            self._all_gather("intra_gather", out, shard)
+            yield "intra_gather"
+            yield self._gather("intra_gather", outs, shards)
 
-    def descend(
-        self,
-        partial: Tensor,
-        start: Granularity,
-        stop: Granularity,
-        *,
-        sync: bool,
-        intra_dtype: torch.dtype | None = None,
-        inter_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """Sum ``partial``, this rank's addend at ``start``, down to this rank's part at the finer ``stop``.
+    def sum_inside(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Steps:
+        """Sum ``wholes`` over the group; ``parts`` become this rank's parts at I.
 
         Args:
-            partial: Flat tensor of ``numel / d(start)`` elements; overwritten. At N it holds this rank's own addend, at
-                I the sum of its group, at G the sum of all ranks.
-            start: Granularity of ``partial``.
-            stop: Granularity of the result.
-            sync: Whether the result must be the sum over *all* ranks. Without it a result at N stays this rank's own,
-                and a result at I is the sum of its group only.
-            intra_dtype: Wire dtype inside a group; None keeps the dtype of ``partial``.
-            inter_dtype: Wire dtype between groups; None keeps the dtype of ``partial``.
-
-        Returns:
-            A flat tensor of ``numel / d(stop)`` elements, in the dtype of the last leg.
+            wholes: Flat tensors, this rank's addends.
+            parts: Flat tensors of ``numel / m`` elements, or ``wholes`` themselves in groups of one.
         """
-        if start is G or (start is stop and not sync):
-            return partial
-        whole = partial
-        if start is N:
-            whole = partial = self._cast("intra_reduce", partial, intra_dtype)
-            partial = self._reduce_scatter("intra_reduce", partial)
-        if stop is G:
-            return self._reduce_scatter("inter", self._cast("inter", partial, inter_dtype))
-        if sync:
-            partial = self._cast("inter", partial, inter_dtype)
-            self._all_reduce("inter", partial)
-        if stop is N:
-            self._all_gather("intra_gather", whole, partial.to(whole.dtype))
-            return whole
-        return partial
+        yield "intra_reduce"
+        group = self.groups.intra_reduce
+        if group is not None:
+            self._count("intra_reduce", wholes)
+            if len(wholes) == 1:
+                yield _compat.reduce_scatter(parts[0], wholes[0], group=group, async_op=self.lanes.is_async)
+            else:
+                yield _compat.scatter_all(list(parts), list(wholes), group=group, async_op=self.lanes.is_async)
 
-    def _intra_slice(self, whole: Tensor) -> slice:
+    def sum_between(self, parts: Sequence[Tensor], stop: Granularity, wire: torch.dtype, sums: list[Tensor]) -> Steps:
+        """Sum ``parts``, at I, over the column, down to G or in place of a replica at I.
+
+        Args:
+            parts: Flat tensors of ``numel / m`` elements, the sums of this rank's group; may be overwritten.
+            stop: I for the whole sums, G for this rank's part of them.
+            wire: Dtype that travels.
+            sums: Takes the results; they belong to the lane, so copy what is to stay.
+        """
+        yield "inter"
+        group, ranks = self.groups.inter, self.groups.topology.num_groups
+        if group is None:
+            sums += parts
+            return
+        if stop is I:
+            sent = [part.to(wire) for part in parts]
+            for part in sent:
+                self._count("inter", [part], passes=2)
+                yield dist.all_reduce(part, group=group, async_op=self.lanes.is_async)
+            sums += sent
+            return
+        if len(parts) == 1:
+            message = parts[0].to(wire)
+        else:  # one message, its rows the parts that go to one rank
+            rows = [part.view(ranks, -1) for part in parts]
+            message = rows[0].new_empty(ranks, sum(row.shape[1] for row in rows), dtype=wire)
+            torch.cat(rows, dim=1, out=message)
+        self._count("inter", [message])
+        result = message.new_empty(message.numel() // ranks)
+        yield _compat.reduce_scatter(result, message.view(-1), group=group, async_op=self.lanes.is_async)
+        sums += result.split([part.numel() // ranks for part in parts])
+
+    def _gather_between(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Steps:
+        if len(outs) == 1 or self.groups.inter is None:
+            yield self._gather("inter", outs, shards)
+            return
+        ranks = self.groups.topology.num_groups
+        message = torch.cat(list(shards))
+        received = message.new_empty(ranks, message.numel())
+        yield self._gather("inter", [received.view(-1)], [message])
+        rows = [out.view(ranks, -1) for out in outs]
+        torch.split_with_sizes_copy(received, [row.shape[1] for row in rows], dim=1, out=rows)
+
+    def _gather(self, role: str, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> object:
+        """All-gathers of several tensors; what they hand out is to be waited for, unless it is None."""
+        group = getattr(self.groups, role)
+        if group is None:
+            for out, shard in zip(outs, shards, strict=True):
+                _copy(out, shard)
+            return None
+        self._count(role, outs)
+        if len(outs) == 1:
+            return _compat.all_gather(outs[0], shards[0], group=group, async_op=self.lanes.is_async)
+        return _compat.gather_all(list(outs), list(shards), group=group, async_op=self.lanes.is_async)
+
+    def _intra_part(self, whole: Tensor) -> Tensor:
         _, j = self.groups.topology.coordinates(self.groups.rank)
         length = whole.numel() // self.groups.topology.group_size
-        return slice(j * length, (j + 1) * length)
+        return whole[j * length : (j + 1) * length]
 
-    def _cast(self, role: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-        """Into the wire dtype, if anything will go over the wire."""
-        return tensor if dtype is None or getattr(self.groups, role) is None else tensor.to(dtype)
-
-    def _all_gather(self, role: str, out: Tensor, shard: Tensor) -> None:
-        group = getattr(self.groups, role)
-        if group is None:
-            if out.data_ptr() != shard.data_ptr():
-                out.copy_(shard)
-            return
-        self._count(role, out.nbytes)
-        _compat.all_gather(out, shard, group=group)
-
-    def _reduce_scatter(self, role: str, whole: Tensor) -> Tensor:
-        group = getattr(self.groups, role)
-        if group is None:
-            return whole
-        self._count(role, whole.nbytes)
-        shard = whole.new_empty(whole.numel() // self.groups.role_size(role))
-        _compat.reduce_scatter(shard, whole, group=group)
-        return shard
-
-    def _all_reduce(self, role: str, whole: Tensor) -> None:
-        group = getattr(self.groups, role)
-        if group is None:
-            return
-        self._count(role, 2 * whole.nbytes)
-        dist.all_reduce(whole, group=group)
-
-    def _count(self, role: str, nbytes: int) -> None:
+    def _count(self, role: str, wholes: Sequence[Tensor], passes: int = 1) -> None:
         k = self.groups.role_size(role)
         self.traffic.calls += 1
+        nbytes = passes * sum(whole.nbytes for whole in wholes) * (k - 1) // k
         if role == "inter":
-            self.traffic.inter += nbytes * (k - 1) // k
+            self.traffic.inter += nbytes
         else:
-            self.traffic.intra += nbytes * (k - 1) // k
+            self.traffic.intra += nbytes
+
+
+def _copy(out: Tensor, shard: Tensor) -> None:
+    if out.data_ptr() != shard.data_ptr():
+        out.copy_(shard)

@@ -89,7 +89,7 @@ def probe(
         show_progress: Whether rank 0 shows a progress bar.
     """
     topology = groups.topology
-    ladder = Ladder(groups)
+    ladder = Ladder(groups, device)
     cases = [
         (links, operation, size)
         for links in LINKS
@@ -117,10 +117,18 @@ def _operation(ladder: Ladder, links: Links, operation: str, numel: int, device:
         return lambda: None
     whole = torch.zeros(numel, device=device)
     inside = links == "inside"
-    if operation == "reduce":
-        return lambda: ladder.descend(whole, N if inside else I, I if inside else G, sync=not inside)
     shard = torch.zeros(numel // (topology.group_size if inside else topology.num_groups), device=device)
-    return lambda: ladder.climb(shard, I if inside else G, whole, N if inside else I)
+
+    def run() -> None:
+        if operation == "gather":
+            steps = ladder.climb([shard], I if inside else G, [whole], N if inside else I)
+        elif inside:
+            steps = ladder.sum_inside([whole], [shard])
+        else:
+            steps = ladder.sum_between([whole], G, whole.dtype, [])
+        ladder.lanes.start(steps, "measuring the network").wait()
+
+    return run
 
 
 def _timed(groups: ProcessGroups, run: Callable[[], object], device: torch.device) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_paro.sharding._descent import Descent
 from lightning_paro.sharding._flat import Flat
 from lightning_paro.sharding._unit import Unit
 from lightning_paro.topology import Granularity
@@ -23,14 +24,17 @@ class Backward:
 
     Args:
         units: All units of the engine.
+        descent: Takes the gradients of a flat that are all there.
     """
 
-    def __init__(self, units: list[Unit]) -> None:
+    def __init__(self, units: list[Unit], descent: Descent) -> None:
         self.is_running = False
         self.flats: list[Flat] = []  # those that take part, in the order in which they are reduced if p=N
         self._all = [flat for unit in units for flat in unit.flats]
-        self._queue: list[Flat] = []
+        self._descent = descent
+        self._queue: dict[Flat, None] = {}  # in order
         self._reached: list[Unit] = []
+        self._taking_part: frozenset[Flat] = frozenset()
         self._is_boundary = False
 
     def begin(self, is_boundary: bool) -> None:
@@ -41,8 +45,9 @@ class Backward:
         for flat in self._all:
             flat.hide()
             flat.expect()
-        self._queue = [flat for flat in reversed(self._all) if flat.pending or (is_boundary and flat.open)]
+        self._queue = {flat: None for flat in reversed(self._all) if flat.pending or (is_boundary and flat.open)}
         self.flats = list(self._queue)
+        self._taking_part = frozenset(self._queue)
         self.is_running = True
 
     def reach(self, unit: Unit) -> None:
@@ -54,9 +59,9 @@ class Backward:
             return
         self._reached.append(unit)
         for flat in unit.flats:
-            if self.is_running and flat in self.flats and flat not in self._queue:  # another call of it was passed
+            if self.is_running and self._is_taken(flat):  # another call of it was passed
                 flat.expect()
-                self._queue.append(flat)
+                self._queue[flat] = None
 
     def arrive(self, flat: Flat, index: int) -> None:
         """A parameter has its gradient.
@@ -64,34 +69,35 @@ class Backward:
         Raises:
             RuntimeError: If this is no backward that was begun, or if the flat has been reduced already.
         """
+        if self.is_running and flat.is_whole and not self._is_taken(flat):
+            flat.arrive(index)
+            if flat.pending == 0 and flat.partition.p is Granularity.N:
+                self._take_those_ready()
+            return
         name = flat.slots[index].name
         if not self.is_running:
             raise RuntimeError(
                 f"parameter '{name}' received a gradient outside of a bracketed backward. HINT: in manual optimization "
                 "call `self.manual_backward(loss)` instead of `loss.backward()`."
             )
-        if flat in self.flats and flat not in self._queue:
+        if self._is_taken(flat):
             raise RuntimeError(
                 f"parameter '{name}' received a second gradient in one backward, after its unit was reduced: a "
                 "reentrant checkpoint runs it twice. HINT: use_reentrant=False."
             )
-        if not flat.is_whole:
-            raise RuntimeError(
-                f"parameter '{name}' received a gradient while unit '{flat.unit}' was released, so the gradients that "
-                "come after it are of values that were not there: the loss depends on the unit by something that its "
-                "forward does not return. HINT: return it, or make the module that uses it the unit, "
-                "ParoStrategy(units={...}), or keep parameters whole with p=N, such as paro_nig."
-            )
-        flat.arrive(index)
-        if flat.partition.p is Granularity.N:
-            while self._queue and self._queue[0].pending == 0:
-                self._queue.pop(0).reduce(self._is_boundary)
+        raise RuntimeError(
+            f"parameter '{name}' received a gradient while unit '{flat.unit}' was released, so the gradients that "
+            "come after it are of values that were not there: the loss depends on the unit by something that its "
+            "forward does not return. HINT: return it, or make the module that uses it the unit, "
+            "ParoStrategy(units={...}), or keep parameters whole with p=N, such as paro_nig."
+        )
 
     def end(self) -> None:
-        """All gradients are there: reduce what is left."""
+        """All gradients are there: start to reduce what is left."""
         self.is_running = False
         while self._queue:
-            self._queue.pop(0).reduce(self._is_boundary)
+            self._take(next(iter(self._queue)))
+        self._descent.flush(self._is_boundary)
         self._reached.clear()
 
     def reset(self) -> None:
@@ -99,11 +105,25 @@ class Backward:
         self.is_running = False
         self._queue.clear()
         self._reached.clear()
+        self._descent.cancel()
+
+    def _is_taken(self, flat: Flat) -> bool:
+        return flat in self._taking_part and flat not in self._queue
+
+    def _take(self, flat: Flat) -> None:
+        del self._queue[flat]
+        self._descent.add(flat, self._is_boundary)
+
+    def _take_those_ready(self) -> None:
+        while self._queue:
+            flat = next(iter(self._queue))
+            if flat.pending:
+                return
+            self._take(flat)
 
     def _pass(self, unit: Unit) -> None:
         self._reached.remove(unit)
         unit.leave()
         for flat in unit.flats:
             if flat in self._queue and not unit.is_kept:
-                self._queue.remove(flat)
-                flat.reduce(self._is_boundary)
+                self._take(flat)

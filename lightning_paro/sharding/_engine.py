@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_paro.collectives import Ladder, ProcessGroups, Traffic
+from lightning_paro.sharding._ascent import Ascent
 from lightning_paro.sharding._backward import Backward
 from lightning_paro.sharding._consensus import agree, check_same_model, describe_model, different_paths, maximum
+from lightning_paro.sharding._descent import Descent
 from lightning_paro.sharding._evaluation import Evaluation
 from lightning_paro.sharding._flat import Flat
 from lightning_paro.sharding._optimizer import OptimizerShards, swap
@@ -21,7 +23,10 @@ from lightning_paro.sharding._unit import Unit
 from lightning_paro.sharding._units import UnitsArgument, UnitSpec, find_units
 from lightning_paro.topology import Granularity, Partition
 
-__all__ = ["Engine"]
+__all__ = ["BUCKET_BYTES", "Engine"]
+
+BUCKET_BYTES = 128_000_000
+"""Smaller launches cost more time than they save memory, on the networks that we have measured."""
 
 T = TypeVar("T")
 
@@ -38,7 +43,8 @@ class Engine:
         partition: The three granularities.
         groups: The process groups of the topology.
         policy: Dtypes.
-        units: What is gathered together, see :func:`find_units`.
+        units: What is gathered and let go together, see :func:`find_units`.
+        bucket_bytes: Units next to each other travel together up to this many bytes, whole and in the compute dtype.
         device: Where model state lives.
         nonfinite: What a step does with a gradient that is not finite on some rank: ``"propagate"`` as DDP does,
             ``"skip"`` the step on all ranks, or ``"raise"`` on all ranks.
@@ -55,6 +61,7 @@ class Engine:
         *,
         policy: PrecisionPolicy | None = None,
         units: UnitsArgument = "auto",
+        bucket_bytes: int = BUCKET_BYTES,
         device: torch.device | str = "cpu",
         nonfinite: str = "propagate",
     ) -> None:
@@ -70,8 +77,8 @@ class Engine:
         self.sync_gradients = True
         """Whether the next backward is a boundary, see :meth:`backward_begin`."""
         self._in_step = self._is_boundary = self._rest_is_held = False
-        self._hooked: dict[int, Any] = {}
-        self._path: list[int] = []  # units gathered since the last boundary: the same on all ranks
+        self._hooks: list[Any] = []
+        self._modules: list[nn.Module] | None = None
 
         specs: list[UnitSpec] = []
 
@@ -79,11 +86,18 @@ class Engine:
             specs.extend(find_units(module, units))
             names = [(spec.name, [name for name, _ in spec.parameters]) for spec in specs]
             size = self.topology.group_size
-            return describe_model(module, partition=str(partition), group_size=size, dtypes=self.policy, units=names)
+            return describe_model(
+                module,
+                partition=str(partition),
+                group_size=size,
+                dtypes=self.policy,
+                units=names,
+                bucket_bytes=bucket_bytes,
+            )
 
         check_same_model(agree(groups, "describing the model", describe))
 
-        ladder = Ladder(groups, self.traffic)
+        ladder = Ladder(groups, self.device, self.traffic)
         self.units: list[Unit] = []
         for spec in specs:
             kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
@@ -93,15 +107,19 @@ class Engine:
                 Flat(spec.name, parameters, self.partition, self.policy, ladder, self.device)
                 for parameters in kinds.values()
             ]
-            self.units.append(Unit(len(self.units), spec.name, spec.module, flats, self._on_gather, self._on_reach))
+            hooks = (self._on_need, self._on_reach, self._keeps)
+            self.units.append(Unit(len(self.units), spec.name, spec.module, flats, *hooks))
         self._rest = [unit for unit, spec in zip(self.units, specs, strict=True) if spec.module is None]
         self.flats = [flat for unit in self.units for flat in unit.flats]
-        self._backward = Backward(self.units)
+        self._ascent = Ascent(self.units, ladder, bucket_bytes)
+        self._descent = Descent(ladder, bucket_bytes)
+        self._backward = Backward(self.units, self._descent)
         self.where: dict[int, tuple[Flat, int]] = {
             id(slot.parameter): (flat, index) for flat in self.flats for index, slot in enumerate(flat.slots)
         }
         self.evaluation = Evaluation(self.units, self._rest, groups)
         self._sync_buffers(list(module.buffers()))
+        self._unhooked = [(flat, index) for flat in self.flats for index in range(len(flat.slots))]
         self._install_gradient_hooks()
         self.traffic.reset()
 
@@ -110,6 +128,7 @@ class Engine:
     def step_begin(self) -> None:
         """Start of a training step: forget what an interrupted one left, make the rest whole for the user to read."""
         self._reset()
+        self._ascent.step_begin()
         self._install_gradient_hooks()
         if self.module.training:
             self._sync_buffers(self._persistent_buffers())
@@ -143,8 +162,10 @@ class Engine:
         self._backward.end()
         if self._is_boundary:
             self._agree_on_used()
+        self._descent.wait()
         for flat in self.flats:
             flat.show()
+        self._ascent.forget()
         for unit in self.units:
             unit.settle()
         if not self._in_step:
@@ -153,6 +174,7 @@ class Engine:
     def abort(self) -> None:
         """Something was raised inside a step: release everything, so that the next step starts clean."""
         self._reset()
+        self._ascent.abort()
         for shards in self.optimizers:
             shards.abort()
 
@@ -248,6 +270,15 @@ class Engine:
             norms = torch._foreach_norm(gradients, 2, dtype=wide)
             total = torch.stack(norms).square().sum()
         return self.sum_over_shards(total).sqrt()
+
+    def update(self, flats: Iterable[Flat]) -> None:
+        """After a step: the new values of some flats climb to rung p."""
+        self._ascent.update(flats)
+
+    def settle(self) -> None:
+        """Have the new values of the last step everywhere; forwards wait by themselves for those that they need."""
+        for flat in self.flats:
+            flat.settle()
 
     def sum_over_shards(self, value: Tensor) -> Tensor:
         """Sum a per-shard value over the ranks whose shards make up one copy of the optimizer state, in place."""
@@ -362,9 +393,8 @@ class Engine:
     def abandon(self) -> None:
         """Remove every hook without talking to other ranks; parameters that are released stay so."""
         self._reset()
-        for handle in self._hooked.values():
-            handle.remove()
-        self._hooked.clear()
+        while self._hooks:
+            self._hooks.pop().remove()
         for unit in self.units:
             unit.close()
         for shards in self.optimizers:
@@ -372,11 +402,17 @@ class Engine:
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
-    def _on_gather(self, unit: Unit) -> None:
-        if self.evaluation.is_joint:
+    def _on_need(self, unit: Unit) -> None:
+        if not self.evaluation.is_running:
+            self._ascent.need(unit)
+        elif self.evaluation.is_joint and not unit.is_whole:
             self.evaluation.gather(unit)
         else:
-            self._path.append(unit.index)
+            for flat in unit.flats:
+                flat.gather()
+
+    def _keeps(self, unit: Unit) -> bool:
+        return self._ascent.keeps(unit)
 
     def _on_reach(self, unit: Unit) -> None:
         self._backward.reach(unit)
@@ -398,18 +434,22 @@ class Engine:
 
     def _install_gradient_hooks(self) -> None:
         """Hook every parameter that requires a gradient by now; autograd refuses hooks on the others."""
-        for flat in self.flats:
-            for index, slot in enumerate(flat.slots):
-                if slot.parameter.requires_grad and id(slot.parameter) not in self._hooked:
-                    hook = _gradient_hook(weakref.ref(self), weakref.ref(flat), index)
-                    self._hooked[id(slot.parameter)] = slot.parameter.register_post_accumulate_grad_hook(hook)
+        waiting, self._unhooked = self._unhooked, []
+        for flat, index in waiting:
+            parameter = flat.slots[index].parameter
+            if parameter.requires_grad:
+                hook = _gradient_hook(weakref.ref(self), weakref.ref(flat), index)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+            else:
+                self._unhooked.append((flat, index))
 
     def _agree_on_used(self) -> None:
         """One small host-side exchange at a boundary: which parameters had a gradient, and who gathered what."""
         used = [index in flat.touched for flat in self._backward.flats for index in range(len(flat.slots))]
-        path = [self.units[index].name for index in self._path]
-        digest = hash(tuple(self._path)) >> 1  # of numbers: the same in every process
-        self._path.clear()
+        history = self._ascent.history
+        path = [self.units[index].name for index in history]
+        digest = hash(tuple(history)) >> 1  # of numbers: the same in every process
+        history.clear()
         mine = torch.tensor([*used, digest, -digest])
         values = self.maximum(mine, "agreeing on the gradients of a backward").tolist()
         if values[-2] != -values[-1]:  # also between groups: what they reduced together was not the same
@@ -421,9 +461,11 @@ class Engine:
 
     def _persistent_buffers(self) -> list[Tensor]:
         """Buffers that a checkpoint keeps, running statistics among them; the others are constants."""
+        if self._modules is None:  # by now callbacks and hooks at the start of the run have added theirs
+            self._modules = list(self.module.modules())
         return [
             buffer
-            for module in self.module.modules()
+            for module in self._modules
             for name, buffer in module._buffers.items()
             if buffer is not None and name not in module._non_persistent_buffers_set
         ]

@@ -25,7 +25,7 @@ class Evaluation:
     """
 
     def __init__(self, units: list[Unit], rest: list[Unit], groups: ProcessGroups) -> None:
-        self.is_joint = False
+        self.is_running = self.is_joint = False
         self._units = units
         self._rest = rest
         self._groups = groups
@@ -41,6 +41,7 @@ class Evaluation:
         """
         if whole is None:
             whole = not maximum(self._groups, torch.tensor([self._is_too_large()]), "measuring free memory").any()
+        self.is_running = True
         self._held = self._units if whole else self._rest
         for unit in self._held:
             unit.hold()
@@ -54,7 +55,7 @@ class Evaluation:
     def end(self) -> None:
         """End of the loop. Collective."""
         self.join()
-        self.is_joint = False
+        self.is_running = self.is_joint = False
         for unit in self._held:
             unit.let_go()
         self._held = []

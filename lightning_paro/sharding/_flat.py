@@ -56,80 +56,78 @@ class Flat(FlatValues):
     def expect(self) -> None:
         """Start of a backward: count the gradients that will arrive."""
         self._arrived.clear()
-        self._expected = {index for index, slot in enumerate(self.slots) if slot.parameter.requires_grad}
+        with _not_asked():
+            self._expected = {index for index, p in enumerate(self._parameters) if p.requires_grad}
         self.pending = len(self._expected)
         if self.pending:
             self.unfreeze()
 
     def arrive(self, index: int) -> None:
-        """Take the gradient autograd left on a parameter, divided by the number of ranks."""
-        parameter = self.slots[index].parameter
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        if gradient.layout is not torch.strided:
-            gradient = gradient.to_dense()
-        with torch.no_grad():
-            if self.partition.g is N:
-                if self.accumulator is None:
-                    dtype = self.policy.accumulator_dtype or self.master_dtype
-                    self.accumulator = torch.zeros(self.numel, dtype=dtype, device=self.device)
-                self._view(self.accumulator, self.slots[index]).add_(gradient, alpha=self._scale)
-            else:
-                if self.staging is None:
-                    dtype = self.policy.intra_dtype or self.dtype
-                    self.staging = torch.empty(self.numel, dtype=dtype, device=self.device)
-                view = self._view(self.staging, self.slots[index])
-                if index in self._arrived:
-                    view.add_(gradient, alpha=self._scale)
-                else:
-                    torch.mul(gradient, self._scale, out=view)
+        """A parameter has a gradient from autograd, which goes on adding to it until it is taken."""
         self.touched.add(index)
         if index not in self._arrived:
             self._arrived.add(index)
             self.pending -= 1
 
-    def reduce(self, sync: bool) -> None:
-        """Bring this micro-batch's gradient down to rung g and, at a boundary, all that is there down to rung os."""
-        with torch.no_grad(), self._progress(f"reducing the gradient of unit '{self.unit}'"):
-            g, os = self.partition.g, self.partition.os
-            wires = {
-                "intra_dtype": self.policy.intra_dtype or self.dtype,
-                "inter_dtype": self.policy.inter_dtype or self.dtype,
-            }
-            if g is N:
-                if not sync:
-                    self.open |= self._expected
-                    return
-                dtype = self.policy.accumulator_dtype or self.master_dtype
-                piece = (
-                    torch.zeros(self.numel, dtype=dtype, device=self.device)
-                    if self.accumulator is None
-                    else self.accumulator
-                )
-            else:
-                piece = self.ladder.descend(self._staged(), N, g, sync=False, **wires)
-                if self.accumulator is not None:
-                    piece = self.accumulator.add_(piece)
-                if not sync:
-                    self.accumulator = piece.to(self.policy.accumulator_dtype or self.master_dtype)
-                    self.open |= self._expected
-                    return
-            self.accumulator = None
-            self.open.clear()
-            total = self.ladder.descend(piece, g, os, sync=True, **wires).to(self.master_dtype)
-            self.gradient = total if self.gradient is None else self.gradient.add_(total)
+    def take_gradients(self) -> None:
+        """Bring what autograd left on the parameters, divided by the number of ranks, to where it is summed from.
 
-    def _staged(self) -> Tensor:
-        staging, self.staging = self.staging, None
-        if staging is None:
-            return torch.zeros(self.numel, dtype=self.policy.intra_dtype or self.dtype, device=self.device)
+        That is the accumulator if gradients are whole on every rank (g=N), and a staging buffer otherwise.
+        """
+        gradients = {index: _strided(self.slots[index].parameter) for index in sorted(self._arrived)}
+        self._arrived.clear()
+        with torch.no_grad():
+            if self.partition.g is not N:
+                staged = self._staged(gradients, self.wire_dtype).mul_(self._scale)
+                self.staging = staged if self.staging is None else self.staging.add_(staged)
+            elif gradients:
+                if self.accumulator is None:
+                    self.accumulator = torch.zeros(self.numel, dtype=self.accumulator_dtype, device=self.device)
+                self.accumulator.add_(self._staged(gradients, self.dtype), alpha=self._scale)
+
+    def take_addend(self) -> Tensor:
+        """What goes down from here, whole and in the dtype in which it travels inside a group; it may be overwritten.
+
+        That is this micro-batch's own gradient, or all that has been accumulated if that is whole (g=N).
+        """
+        if self.partition.g is not N:
+            addend, self.staging = self.staging, None
+            assert addend is not None
+            return addend
+        if self.accumulator is None:
+            return torch.zeros(self.numel, dtype=self.wire_dtype, device=self.device)
+        return self.accumulator.to(self.wire_dtype)
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """Dtype in which gradients travel inside a group."""
+        return self.policy.intra_dtype or self.dtype
+
+    @property
+    def accumulator_dtype(self) -> torch.dtype:
+        """Dtype in which gradients are added up at rung g."""
+        return self.policy.accumulator_dtype or self.master_dtype
+
+    def expected(self) -> set[int]:
+        """Slots whose gradient this backward may bring."""
+        return self._expected
+
+    def _staged(self, gradients: dict[int, Tensor], dtype: torch.dtype) -> Tensor:
+        """Gradients as they lie in the flat buffer, by one launch; what has none is zero, and so is the padding."""
+        pieces: list[Tensor] = []
         end = 0
-        for index, slot in enumerate(self.slots):  # zero the padding and whatever did not arrive
-            if index in self._arrived:
-                staging[end : slot.start].zero_()
-                end = slot.start + slot.numel
-        staging[end:].zero_()
-        return staging
+        for index, gradient in gradients.items():
+            slot = self.slots[index]
+            if slot.start > end:
+                pieces.append(self._zeros(slot.start - end, gradient.dtype))
+            pieces.append(gradient.reshape(-1))
+            end = slot.start + slot.numel
+        if end < self.numel:
+            pieces.append(self._zeros(self.numel - end, pieces[0].dtype if pieces else dtype))
+        return torch.cat(pieces, out=torch.empty(self.numel, dtype=dtype, device=self.device))
+
+    def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def agree_on_used(self, used: Iterable[int]) -> None:
         """At a boundary: these slots were used since the last one, on any rank."""
@@ -138,6 +136,10 @@ class Flat(FlatValues):
 
     def show(self) -> None:
         """After a backward: hand what is at os to the optimizer's entries; show that parameters have a gradient."""
+        with _not_asked():
+            self._show()
+
+    def _show(self) -> None:
         for index in self.used | self.open:
             slot = self.slots[index]
             entry = self.entry(index) if index in self.used else None
@@ -167,20 +169,22 @@ class Flat(FlatValues):
     def hide(self) -> None:
         """Before a backward: take the shown gradients off the parameters. One the user removed is cleared for good."""
         shown = self.used | self.open
-        removed = [index for index in shown if self.slots[index].parameter.grad is None]
-        if removed:
-            self.clear(removed)
-        for index in shown:
-            self.slots[index].parameter.grad = None
+        with _not_asked():
+            removed = [index for index in shown if self._parameters[index].grad is None]
+            if removed:
+                self.clear(removed)
+            for index in shown:
+                self._parameters[index].grad = None
 
     def clear(self, indices: Iterable[int]) -> None:
         """Forget the gradient of some slots, at g and at os."""
         indices = set(indices)
-        for index in indices:
-            self.slots[index].parameter.grad = None
-            entry = self.entries[index]
-            if entry is not None:
-                entry.grad = None
+        with _not_asked():
+            for index in indices:
+                self._parameters[index].grad = None
+                entry = self.entries[index]
+                if entry is not None:
+                    entry.grad = None
         self.used -= indices
         self.touched -= indices
         self.open -= indices
@@ -201,7 +205,10 @@ class Flat(FlatValues):
                     self.accumulator[first - low : last - low].zero_()
 
     def reset(self) -> None:
-        """Drop what an interrupted backward left behind."""
+        """Drop what an interrupted step left behind."""
+        self.cancel_arrival()
+        for index in self._arrived:
+            self.slots[index].parameter.grad = None
         self.staging = None
         self.pending = 0
         self._arrived.clear()
@@ -211,6 +218,17 @@ class Flat(FlatValues):
         gradients = sum(t.nbytes for t in (self.accumulator, self.gradient) if t is not None)
         master = self.master.nbytes if self.master.data_ptr() != self._os_view().data_ptr() else 0
         return {"parameters": self.shard.nbytes, "gradients": gradients, "master": master}
+
+
+_not_asked = torch._C.DisableTorchFunctionSubclass
+"""What a released parameter allows need not be asked of it one by one."""
+
+
+def _strided(parameter: Tensor) -> Tensor:
+    """The gradient of a parameter, taken off it."""
+    gradient, parameter.grad = parameter.grad, None
+    assert gradient is not None
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
 def _zero(flat: weakref.ref[Flat], index: int) -> None:

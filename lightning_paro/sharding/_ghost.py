@@ -6,14 +6,13 @@ that says what to do as soon as somebody computes with them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["gradient_ghost", "is_gradient_ghost", "mark_released", "mark_whole", "nan_ghost"]
+__all__ = ["gradient_ghost", "is_gradient_ghost", "nan_ghost", "released_class"]
 
 _PROPERTIES = (
     "device dtype grad grad_fn is_cpu is_cuda is_leaf is_meta is_mps is_nested is_quantized is_sparse is_sparse_csr "
@@ -91,26 +90,16 @@ def _error(parameter: _Released | None, what: str) -> RuntimeError:
     )
 
 
-@functools.cache
-def _released_class(own: type) -> type:
-    return type(
-        f"Released{own.__name__}", (_Released,) if own is nn.Parameter else (_Released, own), {"_paro_own": own}
-    )
+def released_class(parameter: nn.Parameter, where: str) -> type:
+    """The class of ``parameter`` while it is released, which refuses to compute: assign it to ``__class__``.
 
-
-def mark_released(parameter: nn.Parameter, where: str) -> None:
-    """Make ``parameter`` refuse to compute. ``where`` names it and its unit in the error."""
-    if not isinstance(parameter, _Released):
-        parameter.__class__ = _released_class(type(parameter))
-    parameter._paro_where = where  # type: ignore[attr-defined]
-
-
-def mark_whole(parameter: nn.Parameter) -> None:
-    """Give ``parameter`` its own class back."""
-    own = getattr(type(parameter), "_paro_own", None)
-    if own is not None:
-        parameter.__class__ = own
-        del parameter._paro_where  # type: ignore[attr-defined]
+    Args:
+        parameter: The parameter, whole.
+        where: Names it and its unit, for the error.
+    """
+    own = type(parameter)
+    bases = (_Released,) if own is nn.Parameter else (_Released, own)
+    return type(f"Released{own.__name__}", bases, {"_paro_where": where})
 
 
 def nan_ghost(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -94,6 +94,7 @@ class OptimizerShards:
         for flat, index in self.members():
             flat.check_untouched(index)
         for flat in self.flats():
+            flat.settle()
             flat.take_over()
         moving = {id(flat): flat for flat in self.flats() if flat.used}  # the same on all ranks
         if engine.nonfinite != "propagate":
@@ -113,8 +114,7 @@ class OptimizerShards:
 
     def after_update(self) -> None:
         """Just after the optimizer wrote its shards: the new values climb to rung p."""
-        for flat in self.moving.values():
-            flat.update()
+        self._engine.update(self.moving.values())
 
     def take(self, group: dict[str, Any]) -> None:
         """Own the parameters of a param group, and carry over state that exists already."""
@@ -276,6 +276,8 @@ def swap(optimizer: torch.optim.Optimizer, engine: Engine) -> OptimizerShards:
     def after(*_: Any) -> None:
         shards.step_end()
         shards.after_update()
+        if shards.is_on_entries:  # a subclass called this step, and may write on
+            engine.settle()
 
     handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
     optimizer._optimizer_step_post_hooks.move_to_end(handles[1].id, last=False)  # type: ignore[attr-defined]

@@ -29,8 +29,9 @@ class Unit:
         name: Name of the module.
         module: The module whose forward needs the unit; None for the rest.
         flats: Its flat buffers.
-        on_gather: Called with the unit before each gather; all ranks must gather in the same order.
-        on_reach: Called with the unit when the gradients of its outputs are there, before it is gathered for them.
+        on_need: Called with the unit when its whole values are needed; makes it whole.
+        on_reach: Called with the unit when the gradients of its outputs are there, before it is needed for them.
+        keeps: Says of an idle unit that it stays whole nevertheless.
     """
 
     def __init__(
@@ -39,21 +40,24 @@ class Unit:
         name: str,
         module: nn.Module | None,
         flats: list[Flat],
-        on_gather: Callable[[Unit], None],
+        on_need: Callable[[Unit], None],
         on_reach: Callable[[Unit], None],
+        keeps: Callable[[Unit], bool],
     ) -> None:
         self.index = index
         self.name = name
         self.flats = flats
         self.holds = 0
         self.is_kept = False
-        self._on_gather = on_gather
+        self.nbytes_whole = sum(flat.nbytes_whole for flat in flats)
+        self._on_need = on_need
         self._on_reach = on_reach
+        self._keeps = keeps
         self._depth = 0
         self._is_reached = False
         self._inputs: list[tuple[Tensor, int]] = []
         self._handles: list[Any] = []
-        self._parts: list[weakref.ref[nn.Module]] = []
+        self._parts: list[_Attributes] = []
         if module is not None and any(flat.partition.p for flat in flats):
             self._install(module)
 
@@ -62,22 +66,25 @@ class Unit:
         """Whether the whole values are there."""
         return all(flat.is_whole for flat in self.flats)
 
-    def gather(self) -> None:
-        """Make the whole values available; nothing to do if they are."""
-        if not self.is_whole:
-            self._on_gather(self)
-            for flat in self.flats:
-                flat.gather()
+    @property
+    def is_arriving(self) -> bool:
+        """Whether they are under way."""
+        return any(flat.arrival is not None for flat in self.flats)
+
+    def arrive(self) -> None:
+        """Use the whole values, which are under way, from here on."""
+        for flat in self.flats:
+            flat.arrive_whole()
 
     def hold(self) -> None:
         """Gather, and stay whole until :meth:`let_go`."""
         self.holds += 1
-        self.gather()
+        self._on_need(self)
 
     def let_go(self) -> None:
         """End one :meth:`hold`."""
         self.holds -= 1
-        self._release_if_idle()
+        self.release_if_idle()
 
     def is_inside(self, other: Unit) -> bool:
         """Whether the module of ``other`` contains this one's."""
@@ -86,14 +93,15 @@ class Unit:
     def leave(self) -> None:
         """Backward is done with the calls it has reached."""
         self._is_reached = False
-        self._release_if_idle()
+        self.release_if_idle()
 
     def settle(self) -> None:
         """End of backward, or start of a step: no call is running any more, whatever was interrupted."""
         self._depth = 0
         self._inputs = []
         self._is_reached = self.is_kept = False
-        self._release_if_idle()
+        if not self.holds:
+            self._release()
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -101,17 +109,21 @@ class Unit:
             handle.remove()
         self._handles.clear()
 
-    def _release_if_idle(self) -> None:
-        if not (self.holds or self._depth or self._is_reached or self.is_kept):
-            for flat in self.flats:
-                flat.release()
+    def release_if_idle(self) -> None:
+        """Release unless somebody needs the values, or is just about to."""
+        if not (self.holds or self._depth or self._is_reached or self.is_kept or self._keeps(self)):
+            self._release()
+
+    def _release(self) -> None:
+        for flat in self.flats:
+            flat.release()
 
     # ---- hooks ----------------------------------------------------------------------------------------------
 
     def _install(self, module: nn.Module) -> None:
         unit = weakref.proxy(self)  # a hook that owns its unit is a cycle through the module
         own = weakref.ref(module)  # a copy of the module has the hooks as well, but is not the unit's
-        self._parts = [weakref.ref(part) for part in module.modules()]
+        self._parts = [_Attributes(part) for part in module.modules()]
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -129,7 +141,7 @@ class Unit:
         ]
 
     def _before_forward(self, inputs: Any) -> None:
-        self.gather()
+        self._on_need(self)
         if _in_backward():
             return
         self._depth += 1
@@ -151,14 +163,13 @@ class Unit:
             self._depth = max(self._depth - 1, 0)
             if any(flat.is_shown_by(tensor) for flat in self.flats for tensor in tensors):
                 self.is_kept = True
-            self._release_if_idle()
+            self.release_if_idle()
 
     def _left_on_modules(self) -> Iterator[Tensor]:
         """What the forward left as an attribute, for an auxiliary loss or for a later call."""
-        for reference in self._parts:
-            part = reference()
-            for value in vars(part).values() if part is not None else ():
-                if isinstance(value, Tensor) and value.grad_fn is not None and not hasattr(value, "_paro_reaches"):
+        for part in self._parts:
+            for value in part.tensors():
+                if value.grad_fn is not None and not hasattr(value, "_paro_reaches"):
                     value._paro_reaches = True  # type: ignore[attr-defined]
                     yield value
 
@@ -167,7 +178,32 @@ class Unit:
         self._is_reached = True
         if torch.is_grad_enabled():  # create_graph=True: a later backward goes through these values again
             self.is_kept = True
-        self.gather()
+        self._on_need(self)
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+class _Attributes:
+    """The attributes of a module that are its own, looked through after every forward, so without detours."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._names: list[str] = []
+        self._known = -1
+
+    def tensors(self) -> Iterator[Tensor]:
+        module = self._module()
+        if module is None:
+            return
+        attributes = vars(module)
+        if len(attributes) != self._known:
+            self._known = len(attributes)
+            self._names = [n for n in attributes if n not in _OF_EVERY_MODULE]
+        for name in self._names:
+            value = attributes.get(name)
+            if isinstance(value, Tensor):
+                yield value
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[Any], None]:
@@ -187,12 +223,22 @@ def _in_backward() -> bool:
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
-        elif isinstance(leaf, Mapping):
-            yield from _tensors(list(leaf.values()))
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)):  # an object of the user's own
-            yield from (value for value in tree_leaves(vars(leaf)) if isinstance(value, Tensor))
+    if isinstance(tree, Tensor):
+        yield tree
+    elif tree is None or isinstance(tree, (bool, int, float, str)):
+        return
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _tensors(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from _tensors(item)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            yield from _tensors(getattr(tree, field.name))
+    else:
+        for leaf in tree_leaves(tree):  # another kind of container, or an object of the user's own
+            if isinstance(leaf, Tensor):
+                yield leaf
+            elif hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)):
+                yield from (value for value in tree_leaves(vars(leaf)) if isinstance(value, Tensor))

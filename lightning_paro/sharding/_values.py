@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_paro.collectives import Ladder
-from lightning_paro.sharding._ghost import mark_released, mark_whole, nan_ghost
+from lightning_paro.collectives import Ladder, Task, after
+from lightning_paro.sharding._ghost import nan_ghost, released_class
 from lightning_paro.sharding._policy import PrecisionPolicy
 from lightning_paro.topology import Granularity, Partition
 
@@ -73,7 +73,6 @@ class FlatValues:
         self.partition = partition
         self.policy = policy
         self.ladder = ladder
-        self._progress = ladder.groups.progress.enter
         self.device = device
         self.own_dtype = parameters[0][1].dtype
         self.dtype = policy.compute_dtype(self.own_dtype)
@@ -91,7 +90,11 @@ class FlatValues:
             topology.shard(granularity, rank, self.numel) for granularity in (partition.p, partition.g, partition.os)
         )
         self.slots = [self._slot(name, p, start) for (name, p), start in zip(parameters, ends, strict=True)]
+        self._parameters = [slot.parameter for slot in self.slots]
+        self._own_classes: list[type] = [type(parameter) for parameter in self._parameters]
 
+        self.arrival: Task | None = None  # of the whole values
+        self.update: Task | None = None  # of the shard's new values after a step
         self._load(parameters)
         self.entries: list[nn.Parameter | None] = [None] * len(self.slots)
 
@@ -120,6 +123,10 @@ class FlatValues:
                 self.whole = torch.empty(self.numel, dtype=self.dtype, device=self.device)
                 self._storage_bytes = self.whole.untyped_storage().nbytes()
                 self._ghosts = [nan_ghost(slot.shape, self.dtype, self.device) for slot in self.slots]
+                self._released_classes = [
+                    released_class(slot.parameter, f"parameter '{slot.name}' of unit '{self.unit}'")
+                    for slot in self.slots
+                ]
             self._views = [self._view(self.whole, slot) for slot in self.slots]
         self.is_whole = True
         self.attach()
@@ -140,37 +147,82 @@ class FlatValues:
 
     def attach(self) -> None:
         """Let the module's parameters show the whole values."""
-        for slot, view in zip(self.slots, self._views, strict=True):
-            mark_whole(slot.parameter)
-            slot.parameter.data = view  # not a Parameter made of the view: that would share its version counter
+        for parameter, own, view in zip(self._parameters, self._own_classes, self._views, strict=True):
+            parameter.__class__ = own
+            parameter.data = view  # not a Parameter made of the view: that would share its version counter
         self._note_versions()
 
     def _note_versions(self) -> None:
-        self._versions = [slot.parameter._version for slot in self.slots]
+        self._versions = [parameter._version for parameter in self._parameters]
+
+    @property
+    def nbytes_whole(self) -> int:
+        """Bytes of the whole values."""
+        return self.numel * self.dtype.itemsize
+
+    def allocate(self) -> None:
+        """Memory for the whole values: the same storage every time, so views that autograd saved stay valid."""
+        if not self.is_whole:
+            with torch.inference_mode(False):
+                self.whole.untyped_storage().resize_(self._storage_bytes)
+
+    def arrive_whole(self) -> None:
+        """Use the whole values from here on, which a task brings."""
+        if self.arrival is not None:
+            self.arrival.wait()
+            self.arrival = None
+            self.is_whole = True
+            self.attach()
 
     def gather(self, again: bool = False) -> None:
-        """Climb from rung p to N, into the same storage every time: views that autograd saved stay valid.
+        """Climb from rung p to N, here and now.
 
         Args:
             again: Even if the whole values are there, because other ranks need this one to take part.
         """
         if self.is_whole and not again:
             return
-        with torch.inference_mode(False), torch.no_grad():
-            if not self.is_whole:
-                self.whole.untyped_storage().resize_(self._storage_bytes)
-            with self._progress(f"gathering unit '{self.unit}'"):
-                self.ladder.climb(self.shard, self.partition.p, self.whole, N)
-        self.is_whole = True
-        self.attach()
+        if self.arrival is None:
+            self.allocate()
+            with torch.inference_mode(False), torch.no_grad():
+                self.arrival = self.ladder.lanes.start(
+                    after(self.updates(), self.ladder.climb([self.shard], self.partition.p, [self.whole], N)),
+                    f"gathering unit '{self.unit}'",
+                )
+        self.arrive_whole()
+
+    def updates(self) -> list[Task]:
+        """What the shard's values have to wait for."""
+        return [] if self.update is None else [self.update]
+
+    def settle(self) -> None:
+        """Use the shard's new values from here on."""
+        if self.update is not None:
+            self.update.wait()
+            self.update = None
 
     def release(self) -> None:
         """Give the whole values back; the parameters become ghosts that keep shape, dtype and identity."""
-        if not self.is_whole or self.partition.p is N:
+        if self.partition.p is N or not (self.is_whole or self.arrival):
             return
-        self.take_over()
-        self.is_whole = False
-        self._haunt()
+        if self.arrival is not None:  # it was not needed after all
+            self.arrival.wait()
+            self.arrival = None
+        else:
+            self.take_over()
+            self.is_whole = False
+            self._haunt()
+        self._free()
+
+    def cancel_arrival(self) -> None:
+        """After an interruption: do not wait for what other ranks may never send."""
+        if self.arrival is not None:
+            self.arrival.cancel()
+            self.arrival = None
+            if not self.is_whole:
+                self._free()
+
+    def _free(self) -> None:
         if not self.whole.untyped_storage().resizable():  # somebody has seen a view of it as a numpy array
             with torch.inference_mode(False):
                 self.whole = torch.empty_like(self.whole)
@@ -178,9 +230,9 @@ class FlatValues:
         self.whole.untyped_storage().resize_(0)
 
     def _haunt(self) -> None:
-        for slot, ghost in zip(self.slots, self._ghosts, strict=True):
-            slot.parameter.data = ghost
-            mark_released(slot.parameter, f"parameter '{slot.name}' of unit '{self.unit}'")
+        for parameter, ghost, released in zip(self._parameters, self._ghosts, self._released_classes, strict=True):
+            parameter.data = ghost
+            parameter.__class__ = released
 
     def is_shown_by(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a view of the whole values; one that torch.func has wrapped might be."""
@@ -190,17 +242,13 @@ class FlatValues:
             return False
         return tensor.untyped_storage().data_ptr() == self.whole.untyped_storage().data_ptr()
 
-    def update(self) -> None:
-        """After a step: the new values climb from rung os to rung p, and on to N if the unit is whole just now."""
-        with torch.no_grad():
-            here = self._os_view()
-            if self.master.data_ptr() != here.data_ptr():
-                here.copy_(self.master)
-            with self._progress(f"updating unit '{self.unit}' after a step"):
-                self.ladder.climb(here, self.partition.os, self.shard, self.partition.p)
-                if self.is_whole and self.partition.p is not N:
-                    self.ladder.climb(self.shard, self.partition.p, self.whole, N)
-        for slot in self.slots:  # as an in-place update would: a graph that saved the old values must not be used
+    def os_slice(self) -> Tensor:
+        """This rank's part at rung os of the parameter shard; not the master."""
+        return self._os_view()
+
+    def has_moved(self) -> None:
+        """After a step: tell autograd, as an in-place update would; a graph that saved the old values is void."""
+        for slot in self.slots:
             torch.autograd.graph.increment_version(slot.parameter)
         self._note_versions()
 
@@ -212,6 +260,7 @@ class FlatValues:
         is_p_whole = self.partition.p is N
         if not is_p_whole and not (self.is_whole and self._is_written()):
             return
+        self.settle()
         self.collect()
         with torch.inference_mode(False), torch.no_grad():
             if not is_p_whole:
@@ -220,16 +269,17 @@ class FlatValues:
 
     def _is_written(self) -> bool:
         return any(
-            slot.parameter._version != version or _is_elsewhere(slot, view)
-            for slot, version, view in zip(self.slots, self._versions, self._views, strict=True)
+            parameter._version != version or parameter.data_ptr() != view.data_ptr()
+            for parameter, version, view in zip(self._parameters, self._versions, self._views, strict=True)
         )
 
     def collect(self) -> None:
         """While whole: bring what a user assigned to the ``data`` of a parameter back into the flat buffer."""
-        moved = [pair for pair in zip(self.slots, self._views, strict=True) if _is_elsewhere(*pair)]
+        pairs = zip(self._parameters, self._views, strict=True)
+        moved = [(parameter, view) for parameter, view in pairs if parameter.data_ptr() != view.data_ptr()]
         with torch.inference_mode(False), torch.no_grad():
-            for slot, view in moved:
-                view.copy_(slot.parameter)
+            for parameter, view in moved:
+                view.copy_(parameter)
         if moved:
             self.attach()
 
@@ -238,6 +288,7 @@ class FlatValues:
 
         A master keeps what ``whole`` only repeats in a narrower dtype.
         """
+        self.settle()
         with torch.no_grad():
             self._rewrite_master(whole[self._os_slice])
             self.shard.copy_(whole[self._p_slice])
@@ -253,17 +304,18 @@ class FlatValues:
     def full_values(self) -> Tensor:
         """The whole values in the optimizer's dtype, as a new flat tensor; collective."""
         self.take_over()
-        whole = torch.empty(self.numel, dtype=self.master.dtype, device=self.device)
         if self.master.data_ptr() != self._os_view().data_ptr():
-            self.ladder.climb(self.master, self.partition.os, whole, N)
-        else:
-            self.ladder.climb(self.shard, self.partition.p, whole, N)
-        return whole
+            return self._gathered(self.master, self.partition.os)
+        self.settle()
+        return self._gathered(self.shard, self.partition.p)
 
     def expand(self, shard: Tensor) -> Tensor:
         """A flat tensor at rung os, of any dtype, gathered whole; collective."""
+        return self._gathered(shard.to(self.device), self.partition.os)
+
+    def _gathered(self, shard: Tensor, start: Granularity) -> Tensor:
         whole = torch.empty(self.numel, dtype=shard.dtype, device=self.device)
-        self.ladder.climb(shard.to(self.device), self.partition.os, whole, N)
+        self.ladder.lanes.start(self.ladder.climb([shard], start, [whole], N), f"reading unit '{self.unit}'").wait()
         return whole
 
     def lend(self, device: str = "cpu", here: bool = True) -> None:
@@ -277,8 +329,8 @@ class FlatValues:
         if here:
             self._put_aside = [slot.parameter.grad for slot in self.slots]
             whole = whole.to(device=device, dtype=self.own_dtype)
-            for slot in self.slots:
-                mark_whole(slot.parameter)
+            for slot, own in zip(self.slots, self._own_classes, strict=True):
+                slot.parameter.__class__ = own
                 slot.parameter.grad = None
                 slot.parameter.data = self._view(whole, slot)
 
@@ -320,6 +372,7 @@ class FlatValues:
 
     def freeze(self, keep_master: bool) -> None:
         """Trained so far, frozen now: the master is given back on all ranks, unless it is kept."""
+        self.settle()
         self.trainable = False
         if not keep_master:
             self._show_entries(self._os_view())
@@ -327,8 +380,10 @@ class FlatValues:
     def unfreeze(self) -> None:
         """Frozen so far, trained now: it has a master like the rest, on all ranks, even those it has no slice on."""
         self.trainable = True
-        if self.has_master and self.master.dtype is not self.master_dtype:
-            self._show_entries(self._os_view().to(self.master_dtype))
+        if not self.has_master or self.master.dtype is self.master_dtype:
+            return
+        self.settle()
+        self._show_entries(self._os_view().to(self.master_dtype))
 
     def _show_entries(self, master: Tensor) -> None:
         self.master = master
@@ -340,8 +395,3 @@ class FlatValues:
         slot = self.slots[index]
         part = shard[slot.shard]
         return part.view(slot.shape) if self.partition.os is N else part
-
-
-def _is_elsewhere(slot: Slot, view: Tensor) -> bool:
-    """Whether the parameter shows other memory than its place in the flat buffer."""
-    return slot.parameter.data_ptr() != view.data_ptr()

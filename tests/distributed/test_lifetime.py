@@ -156,7 +156,7 @@ class Watch:
 
 def _most_at_once(partition: str) -> tuple[int, int, int]:
     watch = Watch()
-    watch.loop = loop = Sharded(partition)
+    watch.loop = loop = Sharded(partition, bucket_bytes=0)
     model = Decoder(watch)
     loop.shard(model)
     optimizer = loop.attach(adamw(model))

@@ -43,12 +43,20 @@ def watched_loss(module: nn.Sequential, x: Tensor, y: Tensor) -> Tensor:
 def recorded() -> Iterator[set[tuple[str, int, torch.dtype]]]:
     """Which dtypes travel, by kind of collective and process group; small agreements beside the tensors apart."""
     seen: set[tuple[str, int, torch.dtype]] = set()
-    names = ((_compat, "all_gather"), (_compat, "reduce_scatter"), (torch.distributed, "all_reduce"))
+    names = (
+        (_compat, "all_gather"),
+        (_compat, "reduce_scatter"),
+        (_compat, "gather_all"),
+        (_compat, "scatter_all"),
+        (torch.distributed, "all_reduce"),
+    )
+    several = {"gather_all": "all_gather", "scatter_all": "reduce_scatter"}
     originals = [getattr(where, name) for where, name in names]
 
     def recording(name: str, original: Any) -> Any:
-        def call(out: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
-            seen.add((name, id(group), out.dtype))
+        def call(out: Any, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+            for tensor in out if name in several else [out]:
+                seen.add((several.get(name, name), id(group), tensor.dtype))
             return original(out, *args, group=group, **kwargs)
 
         return call

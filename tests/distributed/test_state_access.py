@@ -115,8 +115,7 @@ def _bf16_master(keep: bool) -> Any:
     with torch.no_grad():
         for entry in entries.entries():
             entry.fill_(1.0 + 2**-12)  # not a bf16 number
-    for flat in engine.flats:
-        flat.update()
+    engine.update(engine.flats)
     engine.set_trainable(block.parameters(), False, keep_master=keep)
     engine.set_trainable(block.parameters(), True)
     engine.close()

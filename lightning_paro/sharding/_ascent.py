@@ -1,0 +1,186 @@
+"""Values on their way up: gathered ahead of the computation, in the order in which the last step needed them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from lightning_paro.collectives import Ladder, after
+from lightning_paro.collectives._lanes import Steps
+from lightning_paro.sharding._flat import Flat
+from lightning_paro.sharding._unit import Unit
+from lightning_paro.topology import Granularity
+
+__all__ = ["Ascent", "in_buckets"]
+
+N = Granularity.N
+
+
+class Ascent:
+    """Makes units whole when they are needed, and the ones after them under way by then.
+
+    What will be needed next is what was needed next in the step before. Ranks that run the same units, as they must,
+    look ahead alike, so no rank gathers alone; a unit gathered in vain is only let go. Neighbours travel in *buckets*,
+    by one launch. At most one bucket in use and one ahead of it are whole.
+
+    Args:
+        units: All units of the engine.
+        ladder: Moves between granularities.
+        bucket_bytes: Neighbours move together up to this many bytes, whole and in the compute dtype.
+    """
+
+    def __init__(self, units: list[Unit], ladder: Ladder, bucket_bytes: int) -> None:
+        self.history: list[int] = []
+        """Indices of the units needed since somebody last cleared it; the same on all ranks."""
+        self._units = units
+        self._ladder = ladder
+        self._bucket_bytes = bucket_bytes
+        self._last: list[int] = []  # needed in the step before
+        self._now: list[int] = []  # needed in this one so far
+        self._on_track = False  # whether those are the beginning of that
+        self._ahead: dict[int, int] = {}  # units gathered before they are needed, and by which launch
+        self._launches = 0
+        self._kept: Unit | None = None
+
+    def step_begin(self) -> None:
+        """Start of a step: what the last one needed is what this one will."""
+        self.forget()
+        if self._now:
+            self._last, self._now = self._now, []
+        self._on_track = bool(self._last)
+
+    def forget(self) -> None:
+        """Nothing is ahead any more: the units have been let go."""
+        self._ahead.clear()
+        self._kept = None
+
+    def abort(self) -> None:
+        """An interrupted step says nothing about the next."""
+        self.forget()
+        self._last, self._now, self._on_track = [], [], False
+
+    def need(self, unit: Unit) -> None:
+        """Make a unit whole for what is computed next, and start to gather what comes after it."""
+        kept, self._kept = self._kept, None
+        if kept is not None and kept is not unit:
+            kept.release_if_idle()
+        launch = self._ahead.pop(unit.index, None)
+        if unit.is_whole and launch is None and kept is not unit:
+            return
+        self.history.append(unit.index)
+        self._on_track = self._on_track and self._next() == unit.index
+        self._now.append(unit.index)
+        if not unit.is_whole:
+            if not unit.is_arriving:
+                self._gather([unit])
+            unit.arrive()
+        if self._on_track and all(other == launch for other in self._ahead.values()):
+            self._look_ahead(unit)
+
+    def keeps(self, unit: Unit) -> bool:
+        """Whether an idle unit stays whole because it is the very next that is needed, as at the turn to backward."""
+        if self._on_track and self._now and self._now[-1] == unit.index == self._next():
+            self._kept = unit
+        return self._kept is unit
+
+    def update(self, flats: Iterable[Flat]) -> None:
+        """After a step: the new values climb from rung os to rung p, and on to N where a unit is whole just now."""
+        flats = list(flats)
+        for bucket in in_buckets(flats, self._bucket_bytes):
+            self._update(bucket)
+        for flat in flats:
+            if flat.partition.p is N:  # whoever reads a parameter now does not ask
+                flat.settle()
+            elif flat.is_whole:
+                flat.gather(again=True)
+            flat.has_moved()
+
+    def _next(self) -> int | None:
+        position = len(self._now)
+        return self._last[position] if position < len(self._last) else None
+
+    def _look_ahead(self, unit: Unit) -> None:
+        """Gather the next bucket: from the first unit on that will not be whole when it is needed."""
+        position = len(self._now)
+        present = set(self._ahead)
+        if self._next() == unit.index:
+            present.add(unit.index)
+        bucket: list[Unit] = []
+        size = 0
+        for place, index in enumerate(self._last[position:], position):
+            candidate = self._units[index]
+            if candidate.holds:
+                continue
+            if index in present:  # used here, and let go after it unless it is the next again
+                if self._last[place + 1 : place + 2] != [index]:
+                    present.discard(index)
+                if bucket:
+                    break
+                continue
+            size += candidate.nbytes_whole
+            if candidate.is_whole or candidate.is_arriving or candidate in bucket:
+                break
+            if bucket and size > self._bucket_bytes:
+                break
+            bucket.append(candidate)
+        if bucket:
+            self._launches += 1
+            self._ahead |= dict.fromkeys((ahead.index for ahead in bucket), self._launches)
+            self._gather(bucket)
+
+    def _gather(self, units: list[Unit]) -> None:
+        for flats in _alike(flat for unit in units for flat in unit.flats if not flat.is_whole):
+            for flat in flats:
+                flat.allocate()
+            tasks = [task for flat in flats for task in flat.updates()]
+            shards, wholes = [flat.shard for flat in flats], [flat.whole for flat in flats]
+            with torch.inference_mode(False), torch.no_grad():
+                climb = self._ladder.climb(shards, flats[0].partition.p, wholes, N)
+                task = self._ladder.lanes.start(after(tasks, climb), f"gathering {_names(flats)}")
+            for flat in flats:
+                flat.arrival = task
+
+    def _update(self, flats: list[Flat]) -> None:
+        for alike in _alike(flats):
+            for flat in alike:
+                flat.settle()
+            with torch.no_grad():
+                task = self._ladder.lanes.start(self._updating(alike), f"updating {_names(alike)} after a step")
+            for flat in alike:
+                flat.update = task
+
+    def _updating(self, flats: list[Flat]) -> Steps:
+        partition = flats[0].partition
+        slices = [flat.os_slice() for flat in flats]
+        masters = [flat.master for flat in flats]
+        if masters[0].data_ptr() != slices[0].data_ptr():
+            torch._foreach_copy_(slices, masters)
+        yield from self._ladder.climb(slices, partition.os, [flat.shard for flat in flats], partition.p)
+
+
+def in_buckets(flats: Iterable[Flat], nbytes: int) -> Iterator[list[Flat]]:
+    """Neighbours, together up to ``nbytes``, whole and in the compute dtype; at least one."""
+    bucket: list[Flat] = []
+    size = 0
+    for flat in flats:
+        if bucket and size + flat.nbytes_whole > nbytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(flat)
+        size += flat.nbytes_whole
+    if bucket:
+        yield bucket
+
+
+def _alike(flats: Iterable[Flat]) -> Iterator[list[Flat]]:
+    """By dtype: what moves together has to have one, and one for its masters."""
+    by_dtype: dict[tuple[torch.dtype, torch.dtype], list[Flat]] = {}
+    for flat in flats:
+        by_dtype.setdefault((flat.dtype, flat.master.dtype), []).append(flat)
+    yield from by_dtype.values()
+
+
+def _names(flats: list[Flat]) -> str:
+    names = list(dict.fromkeys(flat.unit for flat in flats))
+    return f"unit '{names[0]}'" if len(names) == 1 else f"units '{names[0]}' to '{names[-1]}'"
