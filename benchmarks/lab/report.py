@@ -1,0 +1,172 @@
+"""Tables, JSON and pictures of what a race measured; several races of one setup can be joined.
+
+python -m benchmarks.lab.report --out benchmarks/results/uneven.json first.jsonl second.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.lab.bars import Bar, best, even_bars, uneven_bars
+from benchmarks.lab.contestants import HSDP, partitions
+from benchmarks.lab.rows import Row, rows_of
+from benchmarks.lab.schedule import Job, Record
+
+__all__ = ["draw", "make_report", "publish", "read", "save", "show"]
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[Record]]:
+    """The setup and the records that a race wrote down."""
+    head, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+    records = [Record(**(line | {"job": Job(**line["job"]), "seconds": tuple(line["seconds"])})) for line in lines]
+    return head["setup"], records
+
+
+def make_report(races: Iterable[tuple[dict[str, Any], list[Record]]]) -> dict[str, Any]:
+    """Everything that the JSON says: by setup, a table for each model and number of micro-batches."""
+    setups: list[tuple[dict[str, Any], list[Record], int]] = []
+    for setup, records in races:
+        for index, (known, before, count) in enumerate(setups):
+            if known == setup:
+                setups[index] = (known, before + records, count + 1)
+                break
+        else:
+            setups.append((setup, records, 1))
+    return {"setups": [_setup(*joined) for joined in setups]}
+
+
+def _setup(setup: dict[str, Any], records: list[Record], races: int) -> dict[str, Any]:
+    tables = []
+    for model, accumulate in dict.fromkeys((r.job.model, r.job.accumulate) for r in records if r.status == "ok"):
+        rows = rows_of(records, model, accumulate)
+        even = setup["hosts"] == 1
+        bars = even_bars(rows) if even else uneven_bars(rows, model, accumulate, setup["hosts"], setup["gpus"])
+        tables.append({
+            "model": model, "accumulate": accumulate, "rows": [_told(row, rows) for row in rows.values()],
+            "bars": [asdict(bar) | {"reached": bar.reached} for bar in bars],
+        })  # fmt: skip
+    failed = [asdict(record.job) | {"status": record.status} for record in records if record.status != "ok"]
+    return {"setup": setup | {"races": races}, "tables": tables, "not_measured": failed}
+
+
+def _told(row: Row, rows: dict[str, Row]) -> dict[str, Any]:
+    full, hsdp = rows.get("fsdp_full"), best(rows, HSDP)
+    return asdict(row) | {
+        "times_full_shard": full and full.step_s / row.step_s,
+        "times_best_hsdp": hsdp and hsdp.step_s / row.step_s,
+    }
+
+
+def save(report: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print every table, its bars, and what was not measured."""
+    console = Console(width=160)
+    for part in report["setups"]:
+        setup = part["setup"]
+        where = f"{setup['hosts']} hosts x {setup['ranks_per_host']}, {setup['gpus'] or 'no'} GPUs, {setup['device']}"
+        for table in part["tables"]:
+            console.print(_table(f"{table['model']}, s={table['accumulate']}: {where}", table["rows"]))
+            for bar in table["bars"]:
+                console.print(_line(Bar(*(bar[key] for key in ("text", "value", "needed", "at_least")))))
+        for job in part["not_measured"]:
+            name = f"{job['model']} s={job['accumulate']} {job['contestant']} blocks={job['blocks']}"
+            console.print(f"not measured: {name} repeat {job['repeat']}: {job['status']}", style="yellow")
+
+
+def _table(title: str, rows: list[dict[str, Any]]) -> Table:
+    table = Table(title=title)
+    table.add_column("contestant")
+    for column in ("blocks", "s/step", "range", "x FULL", "x HSDP", "peak MiB", "accumulator", "loss", "repeats"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row["contestant"], str(row["blocks"]), f"{row['step_s']:.3f}",
+            f"{row['range_s'][0]:.3f} .. {row['range_s'][1]:.3f}", _ratio(row["times_full_shard"]),
+            _ratio(row["times_best_hsdp"]), f"{row['peak_bytes'] / 2**20:.0f}" if row["peak_bytes"] else "",
+            row["accumulator"], f"{row['loss']:.4f}" if row["loss"] else "", str(row["repeats"] or "scouting"),
+            style="bold" if row["contestant"] in partitions() else "",
+        )  # fmt: skip
+    return table
+
+
+def _ratio(value: float | None) -> str:
+    return f"{value:.2f}" if value else ""
+
+
+def _line(bar: Bar) -> str:
+    sign = ">=" if bar.at_least else "<="
+    if bar.value is None:
+        return f"[yellow]not known[/]  {bar.text}: {sign} {bar.needed}"
+    return (
+        f"{'[green]reached[/]' if bar.reached else '[red]missed[/] '}  {bar.text}: {bar.value:.3f} {sign} {bar.needed}"
+    )
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Step time and memory of every row, a pair of panels for each table."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    tables = [(part["setup"], table) for part in report["setups"] for table in part["tables"]]
+    longest = max(len(table["rows"]) for _, table in tables)
+    figure, axes = pyplot.subplots(
+        len(tables), 2, figsize=(11, (0.9 + 0.24 * longest) * len(tables)), squeeze=False, layout="constrained"
+    )
+    for (left, right), (setup, table) in zip(axes, tables, strict=True):
+        rows = table["rows"][::-1]
+        names = [row["contestant"] for row in rows]
+        colours = [
+            "tab:orange" if n in partitions() else "0.4" if n in ("floor", "legs") else "tab:blue" for n in names
+        ]
+        times = [row["step_s"] for row in rows]
+        spread = [[t - r["range_s"][0] for t, r in zip(times, rows, strict=True)]]
+        spread += [[r["range_s"][1] - t for t, r in zip(times, rows, strict=True)]]
+        spread = [[max(0.0, value) for value in side] for side in spread]
+        left.barh(names, times, color=colours, xerr=spread, error_kw={"linewidth": 1})
+        left.set_xlabel("seconds a step")
+        left.set_title(
+            f"{table['model']}, s={table['accumulate']}, {setup['hosts']} hosts x {setup['ranks_per_host']}", fontsize=9
+        )
+        right.barh(names, [row["peak_bytes"] / 2**30 for row in rows], color=colours)
+        right.set_xlabel("peak GiB a rank")
+        right.set_yticklabels([])
+        left.tick_params(labelsize=7)
+        right.tick_params(labelsize=7)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def publish(races: Iterable[tuple[dict[str, Any], list[Record]]], out: Path) -> dict[str, Any]:
+    """The table on the terminal, JSON at ``out``, and the picture beside it."""
+    report = make_report(races)
+    save(report, out)
+    show(report)
+    if any(part["tables"] for part in report["setups"]):
+        draw(report, out.with_suffix(".png"))
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("races", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    publish([read(path) for path in arguments.races], arguments.out)
+
+
+if __name__ == "__main__":
+    main()
