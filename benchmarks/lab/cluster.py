@@ -177,7 +177,8 @@ class Cluster:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            process.stdin.close()  # type: ignore[union-attr]
+            with contextlib.suppress(OSError):
+                process.stdin.close()  # type: ignore[union-attr]
         self._processes.clear()
 
 

@@ -132,8 +132,8 @@ class FullyShard(Contestant):
             "mp_policy": MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=self.compute),
         }
         self.sync = sync
-        short = short(self.compute)
-        self.accumulator = {"every": "fp32, shard", "inside": f"{short}, shard", "none": f"{short}, N"}[sync]
+        low = short(self.compute)
+        self.accumulator = {"every": "fp32, shard", "inside": f"{low}, shard", "none": f"{low}, N"}[sync]
         for group in groups_of(model, blocks):
             fully_shard(group if len(group) > 1 else group[0], **options)
         self.module = fully_shard(model, **options)
