@@ -1,0 +1,103 @@
+"""PaRO-CC: collectives in two levels against flat ones, NCCL's own over all ranks, from 1 MiB to 1 GiB.
+
+Two or four GPUs pose as hosts of two ranks, as in uneven.py; both algorithms run in turn, and a time is that of the
+slowest rank::
+
+    python benchmarks/collectives.py --hosts 2 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.lab.cluster import Cluster
+from benchmarks.lab.moves import ALGORITHMS, OPERATIONS
+from benchmarks.lab.report import save
+
+MIB = 2**20
+WARMUP, MEASURED = 2, 5
+
+
+def race(hosts: int, gpus: int, operations: list[str], sizes: list[int]) -> dict[str, Any]:
+    """Every operation at every size on one cluster."""
+    rows = []
+    with Cluster(hosts, per_host=2, gpus=gpus) as cluster:
+        setup = cluster.call("benchmarks.lab.rank:describe")[0] | {"hosts": hosts, "ranks_per_host": 2, "gpus": gpus}
+        for operation in operations:
+            for nbytes in sizes:
+                options = {"operation": operation, "nbytes": nbytes, "warmup": WARMUP, "measured": MEASURED}
+                ranks = cluster.call("benchmarks.lab.moves:measure", **options)
+                row: dict[str, Any] = {"operation": operation, "nbytes": nbytes}
+                for algorithm in ALGORITHMS:
+                    steps = [max(step) for step in zip(*(r["seconds"][algorithm] for r in ranks), strict=True)]
+                    row[algorithm] = {"median_s": statistics.median(steps), "range_s": [min(steps), max(steps)]}
+                row["speedup"] = row["flat"]["median_s"] / row["two-level"]["median_s"]
+                row["equal"] = all(rank["equal"] for rank in ranks)
+                rows.append(row)
+                print(f"{2 * hosts} ranks, {operation}, {nbytes / MIB:g} MiB: {row['speedup']:.2f} times as fast")
+    return {"setup": setup, "rows": rows}
+
+
+def show(report: dict[str, Any]) -> None:
+    for part in report["setups"]:
+        setup = part["setup"]
+        table = Table(title=f"{setup['hosts']} hosts x {setup['ranks_per_host']}, {setup['device']}")
+        for column in ("operation", "MiB", "flat ms", "two-level ms", "times as fast", "equal"):
+            table.add_column(column, justify="right")
+        for row in part["rows"]:
+            times = [f"{1000 * row[algorithm]['median_s']:.2f}" for algorithm in ALGORITHMS]
+            told = [row["operation"], f"{row['nbytes'] / MIB:g}", *times, f"{row['speedup']:.2f}", str(row["equal"])]
+            table.add_row(*told)
+        Console(width=120).print(table)
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    parts = report["setups"]
+    figure, axes = pyplot.subplots(1, len(parts), figsize=(5.5 * len(parts), 3.6), squeeze=False, layout="constrained")
+    for axis, part in zip(axes[0], parts, strict=True):
+        for operation in dict.fromkeys(row["operation"] for row in part["rows"]):
+            rows = [row for row in part["rows"] if row["operation"] == operation]
+            axis.plot([r["nbytes"] / MIB for r in rows], [r["speedup"] for r in rows], marker="o", label=operation)
+        axis.axhline(1, color="0.6", linewidth=1)
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel("MiB")
+        axis.set_ylabel("two levels, times as fast as flat")
+        axis.set_title(f"{part['setup']['hosts']} hosts x {part['setup']['ranks_per_host']}", fontsize=10)
+        axis.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4], help="posed hosts of two ranks")
+    parser.add_argument("--gpus", type=int, default=2, choices=(0, 2, 4), help="0 is the CPU")
+    parser.add_argument("--only", nargs="+", default=list(OPERATIONS), choices=OPERATIONS, metavar="OPERATION")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[2**k for k in range(11)], metavar="MIB")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/collectives.json"))
+    arguments = parser.parse_args()
+    report: dict[str, Any] = {"setups": []}
+    for hosts in arguments.hosts:
+        sizes = [size * MIB for size in arguments.sizes]
+        report["setups"].append(race(hosts, arguments.gpus, arguments.only, sizes))
+        save(report, arguments.out)
+    show(report)
+    draw(report, arguments.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
