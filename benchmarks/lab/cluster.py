@@ -63,6 +63,7 @@ class Cluster:
         prefixes: What a host's processes are started with, such as ``ip netns exec NAME``; one for each host.
         interface: The network interface of all hosts.
         address: Address of the first host on it.
+        network: What lies between hosts, in words.
         log: Where everything that ranks print goes.
     """
 
@@ -72,6 +73,7 @@ class Cluster:
     prefixes: list[list[str]] | None = None
     interface: str = "lo"
     address: str = "127.0.0.1"
+    network: str = "TCP over loopback"
     log: Path = field(default_factory=lambda: Path(tempfile.gettempdir()) / f"lab-{os.getpid()}.log")
     starts: int = 0
     _processes: list[subprocess.Popen[str]] = field(default_factory=list)

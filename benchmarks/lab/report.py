@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -75,14 +75,24 @@ def show(report: dict[str, Any]) -> None:
     console = Console(width=160)
     for part in report["setups"]:
         setup = part["setup"]
-        where = f"{setup['hosts']} hosts x {setup['ranks_per_host']}, {setup['gpus'] or 'no'} GPUs, {setup['device']}"
+        hosts, gpus = f"{setup['hosts']} hosts x {setup['ranks_per_host']}", f"{setup['gpus'] or 'no'} GPUs"
+        where = f"{hosts}, {gpus}, {setup['device']}; {setup['network']}"
         for table in part["tables"]:
             console.print(_table(f"{table['model']}, s={table['accumulate']}: {where}", table["rows"]))
             for bar in table["bars"]:
                 console.print(_line(Bar(*(bar[key] for key in ("text", "value", "needed", "at_least")))))
-        for job in part["not_measured"]:
-            name = f"{job['model']} s={job['accumulate']} {job['contestant']} blocks={job['blocks']}"
-            console.print(f"not measured: {name} repeat {job['repeat']}: {job['status']}", style="yellow")
+        for line in _not_measured(part["not_measured"]):
+            console.print(line, style="yellow")
+
+
+def _not_measured(jobs: list[dict[str, Any]]) -> Iterator[str]:
+    """One line a contestant, with the reason of its first job."""
+    by_row: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    for job in jobs:
+        by_row.setdefault((job["model"], job["accumulate"], job["contestant"]), []).append(job)
+    for (model, accumulate, name), missed in by_row.items():
+        which = ", ".join(f"repeat {j['repeat']}" if j["repeat"] else f"blocks={j['blocks']}" for j in missed)
+        yield f"not measured: {model} s={accumulate} {name} ({which}): {missed[0]['status']}"
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:

@@ -74,12 +74,10 @@ class Record:
         return statistics.median(self.seconds)
 
 
-def scouting(names: Iterable[str], models: Iterable[str], accumulates: Iterable[int]) -> list[Job]:
+def scouting(names: Iterable[str], model: str, accumulate: int) -> list[Job]:
     """A short job for each number of blocks of each contestant; none where there is only one number to choose."""
     return [
         Job(name, model, accumulate, blocks, repeat=0)
-        for model in models
-        for accumulate in accumulates
         for name in names
         if not (accumulate == 1 and CONTESTANTS[name].differs) and len(CONTESTANTS[name].blocks) > 1
         for blocks in CONTESTANTS[name].blocks
@@ -87,7 +85,7 @@ def scouting(names: Iterable[str], models: Iterable[str], accumulates: Iterable[
 
 
 def repeats(names: Iterable[str], model: str, accumulate: int, records: Iterable[Record], repeat: int) -> list[Job]:
-    """A full job for each contestant with its best number of blocks; the first in the given order, later shuffled."""
+    """A full job for each contestant with its best number of blocks; from the second repeat on in a fresh order."""
     jobs = []
     for name in names:
         entry = CONTESTANTS[name]
@@ -131,6 +129,7 @@ class Race:
         """Find the best number of blocks of each contestant, then measure it ``repeat`` times."""
         self.setup = self.cluster.call("benchmarks.lab.rank:describe", timeout=300)[0] | {
             "hosts": self.cluster.hosts, "ranks_per_host": self.cluster.per_host, "gpus": self.cluster.gpus,
+            "network": self.cluster.network,
         }  # fmt: skip
         self.path.write_text(json.dumps({"setup": self.setup}) + "\n")
         present = [name for name in names if missing(name) is None]
@@ -139,9 +138,12 @@ class Race:
                 self._keep(Record(Job(name, models[0], accumulates[0], 0, 0), f"not run: no {missing(name)} here"))
         for model in models:
             for accumulate in accumulates:
-                for job in scouting(present, [model], [accumulate]):
-                    self.do(job)
-                for turn in range(1, repeat + 1):
+                for name in present:  # one after the other, so that what time allows is complete
+                    for job in scouting([name], model, accumulate):
+                        self.do(job)
+                    for job in repeats([name], model, accumulate, self.records, 1):
+                        self.do(job)
+                for turn in range(2, repeat + 1):
                     for job in repeats(present, model, accumulate, self.records, turn):
                         self.do(job)
         return self.records
