@@ -21,6 +21,9 @@ SCOUT_WARMUP, SCOUT_MEASURED = 1, 2
 START_S, JOB_S, STEP_S = 45.0, 8.0, 1.0
 """What starting the ranks, a job beside its steps, and a step are taken to cost before anything was measured."""
 
+PATIENCE_S = 120.0
+"""What a job may take beyond three times what was expected of it: then it hangs."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -125,13 +128,17 @@ class Race:
         self._beside: list[float] = []
         path.parent.mkdir(parents=True, exist_ok=True)
 
-    def run(self, names: list[str], models: list[str], accumulates: list[int], repeat: int) -> list[Record]:
-        """Find the best number of blocks of each contestant, then measure it ``repeat`` times."""
-        self.setup = self.cluster.call("benchmarks.lab.rank:describe", timeout=300)[0] | {
+    def begin(self) -> None:
+        """Start the ranks, and write down what they run on."""
+        self.setup = self.cluster.call("benchmarks.lab.rank:describe")[0] | {
             "hosts": self.cluster.hosts, "ranks_per_host": self.cluster.per_host, "gpus": self.cluster.gpus,
             "network": self.cluster.network,
         }  # fmt: skip
         self.path.write_text(json.dumps({"setup": self.setup}) + "\n")
+
+    def run(self, names: list[str], models: list[str], accumulates: list[int], repeat: int) -> list[Record]:
+        """Find the best number of blocks of each contestant, then measure it ``repeat`` times."""
+        self.begin()
         present = [name for name in names if missing(name) is None]
         for name in names:
             if name not in present:
@@ -167,7 +174,7 @@ class Race:
             options |= entry.options
         started = time.monotonic()
         try:
-            record = Record.of(job, self.cluster.call(where, timeout=max(left, 1.0), **options))
+            record = Record.of(job, self.cluster.call(where, timeout=min(left, PATIENCE_S + 3 * expected), **options))
         except RankFailed as failure:
             what = "out of memory" if "OutOfMemory" in failure.kind else f"failed: {failure}"
             return self._keep(Record(job, what))

@@ -1,0 +1,149 @@
+"""Cost against the size of the model and against the number of micro-batches, beside what the planner predicts.
+
+The planner gets what its own probe measured between the ranks, and the time of a micro-batch without any communication;
+it assumes that communication and computation overlap fully. What they cost one after the other is shown as well::
+
+    python benchmarks/scaling.py --hosts 2 --gpus 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.lab.cluster import Cluster
+from benchmarks.lab.models import MODELS, block_numel, build, stack_of
+from benchmarks.lab.report import save
+from benchmarks.lab.schedule import Job, Race, Record
+from lightning_paro.planner import Cost, Network, StateBytes, Workload, cost
+from lightning_paro.topology import Partition, Topology
+
+NAMES = ("paro_nig", "paro_iig", "paro_ggg", "fsdp_full")
+SIZES, COUNTS = ["gpt2-small", "gpt2-medium", "gpt2-large"], [1, 2, 4, 8, 16]
+BLOCKS = 4
+"""Blocks a launch or unit, of all contestants."""
+
+
+def workload(model: str, accumulate: int, compute: float, precision: str) -> Workload:
+    """What the planner is told about a model."""
+    built = build(model, torch.device("meta"))
+    parent, name = stack_of(built)
+    total, block = sum(parameter.numel() for parameter in built.parameters()), block_numel(built)
+    rest = total - len(getattr(parent, name)) * block
+    sizes = StateBytes.of(precision)
+    return Workload(
+        total, accumulate=accumulate, compute=compute, rest=rest, largest_unit=BLOCKS * block, sizes=sizes
+    )  # fmt: skip
+
+
+def predicted(contestant: str, work: Workload, network: Network) -> Cost:
+    """FULL_SHARD is ggg on flat rings."""
+    if contestant == "fsdp_full":
+        return cost(Partition.parse("ggg"), work, network, "flat")
+    return cost(Partition.parse(contestant), work, network)
+
+
+def measure(race: Race, models: list[str], counts: list[int], base: str) -> tuple[dict[str, float], list[Record]]:
+    """Seconds of a micro-batch without communication, by model; and every contestant in every setting."""
+    settings = [(model, max(c for c in counts if c <= 8)) for model in models]
+    settings += [(base, count) for count in counts if (base, count) not in settings]
+    compute, records = {}, []
+    for model, accumulate in settings:
+        if model not in compute:
+            floor = race.do(Job("floor", model, accumulate, 1, repeat=1))
+            compute[model] = floor.median / accumulate if floor.seconds else float("nan")
+        records += [race.do(Job(name, model, accumulate, BLOCKS, repeat=1)) for name in NAMES]
+    return compute, [record for record in records if record.seconds]
+
+
+def compare(compute: dict[str, float], records: list[Record], network: Network, precision: str) -> list[dict[str, Any]]:
+    """A row for each record, with the error of its prediction."""
+    rows = []
+    for record in records:
+        job = record.job
+        work = workload(job.model, job.accumulate, compute[job.model], precision)
+        expected = predicted(job.contestant, work, network)
+        rows.append({
+            "contestant": job.contestant, "model": job.model, "parameters": int(work.parameters),
+            "accumulate": job.accumulate, "step_s": record.median, "peak_bytes": record.peak_bytes,
+            "predicted_s": expected.step_s, "in_turn_s": expected.comm_s + expected.compute_s,
+            "error": expected.step_s / record.median - 1,
+        })  # fmt: skip
+    return rows
+
+
+def show(report: dict[str, Any]) -> None:
+    setup = report["setup"]
+    table = Table(title=f"{setup['hosts']} hosts x {setup['ranks_per_host']}, {setup['device']}")
+    for column in ("contestant", "model", "M", "s", "measured s", "predicted s", "error", "in turn s"):
+        table.add_column(column, justify="right")
+    for row in report["rows"]:
+        table.add_row(
+            row["contestant"], row["model"], f"{row['parameters'] / 1e6:.0f}", str(row["accumulate"]),
+            f"{row['step_s']:.3f}", f"{row['predicted_s']:.3f}", f"{row['error']:+.0%}", f"{row['in_turn_s']:.3f}",
+        )  # fmt: skip
+    Console(width=120).print(table)
+
+
+def draw(report: dict[str, Any], base: str, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    size = max(row["accumulate"] for row in report["rows"] if row["model"] != base or row["accumulate"] <= 8)
+    panels = (
+        ("parameters", "parameters", [row for row in report["rows"] if row["accumulate"] == size]),
+        ("accumulate", "micro-batches a step", [row for row in report["rows"] if row["model"] == base]),
+    )
+    for axis, (key, label, rows) in zip(axes, panels, strict=True):
+        for number, name in enumerate(NAMES):
+            points = sorted((r[key], r["step_s"], r["predicted_s"]) for r in rows if r["contestant"] == name)
+            if points:
+                x, measured, expected = zip(*points, strict=True)
+                axis.plot(x, measured, marker="o", color=f"C{number}", label=name)
+                axis.plot(x, expected, linestyle="--", color=f"C{number}")
+        axis.set_xlabel(label)
+        axis.set_ylabel("seconds a step")
+        axis.set_ylim(bottom=0)
+    axes[0].set_title(f"s={size}; dashed: the planner", fontsize=10)
+    axes[1].set_title(base, fontsize=10)
+    axes[0].legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=2, choices=(2, 4))
+    parser.add_argument("--gpus", type=int, default=2, choices=(0, 2, 4), help="0 is the CPU")
+    parser.add_argument("--models", nargs="+", default=SIZES, choices=MODELS)
+    parser.add_argument("--base", default="gpt2-medium", choices=MODELS, help="the model whose s is varied")
+    parser.add_argument("--accumulate", nargs="+", type=int, default=COUNTS)
+    parser.add_argument("--limit", type=float, default=3600, help="seconds; what does not fit is left out and named")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/scaling.json"))
+    arguments = parser.parse_args()
+    with Cluster(arguments.hosts, per_host=2, gpus=arguments.gpus) as cluster:
+        race = Race(cluster, arguments.limit, arguments.out.with_suffix(".jsonl"))
+        race.begin()
+        links = cluster.call("benchmarks.lab.links:measure")[0]
+        compute, records = measure(race, arguments.models, arguments.accumulate, arguments.base)
+    network = Network(Topology(cluster.world_size, cluster.per_host), **links)
+    rows = compare(compute, records, network, "bf16-mixed" if arguments.gpus else "32-true")
+    report = {"setup": race.setup, "links_bytes_per_s": links, "micro_batch_s": compute, "rows": rows}
+    save(report, arguments.out)
+    show(report)
+    draw(report, arguments.base, arguments.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
