@@ -59,7 +59,9 @@ def measure(race: Race, models: list[str], counts: list[int], base: str) -> tupl
     for model, accumulate in settings:
         if model not in compute:
             floor = race.do(Job("floor", model, accumulate, 1, repeat=1))
-            compute[model] = floor.median / accumulate if floor.seconds else float("nan")
+            if not floor.seconds:
+                continue  # there is nothing to predict from
+            compute[model] = floor.median / accumulate
         records += [race.do(Job(name, model, accumulate, BLOCKS, repeat=1)) for name in NAMES]
     return compute, [record for record in records if record.seconds]
 

@@ -17,7 +17,7 @@ __all__ = ["DeepSpeed"]
 class DeepSpeed(Contestant):
     """One stage; ``mics`` shards stage 3 inside a host only. Its buckets hold ``blocks`` blocks."""
 
-    accumulator = "its default"
+    accumulator = "bf16"  # its default: that of the parameters
 
     def __init__(
         self, rank: Rank, model: nn.Module, blocks: int, stage: int, accumulate: int, mics: bool = False
@@ -38,7 +38,7 @@ class DeepSpeed(Contestant):
             "steps_per_print": 10**9, "wall_clock_breakdown": False,
         }  # fmt: skip
         self.module, self.optimizer, *_ = deepspeed.initialize(
-            model=model, optimizer=adamw(model.parameters()), config=config, dist_init_required=False
+            model=model, optimizer=adamw(model.parameters()), config=config
         )
 
     def micro_batch(self, batch: Tensor, share: float, is_last: bool) -> Tensor:
