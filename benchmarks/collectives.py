@@ -34,7 +34,12 @@ def race(hosts: int, gpus: int, operations: list[str], sizes: list[int]) -> dict
         setup = cluster.call("benchmarks.lab.rank:describe")[0] | {"hosts": hosts, "ranks_per_host": 2, "gpus": gpus}
         for operation in operations:
             for nbytes in sizes:
-                options = {"operation": operation, "nbytes": nbytes, "warmup": WARMUP, "measured": MEASURED}
+                options: dict[str, Any] = {
+                    "operation": operation,
+                    "nbytes": nbytes,
+                    "warmup": WARMUP,
+                    "measured": MEASURED,
+                }
                 ranks = cluster.call("benchmarks.lab.moves:measure", **options)
                 row: dict[str, Any] = {"operation": operation, "nbytes": nbytes}
                 for algorithm in ALGORITHMS:

@@ -113,7 +113,7 @@ class Cluster:
         """End the processes, kindly at first."""
         for process in self._processes:
             with contextlib.suppress(OSError):
-                process.stdin.close()  # type: ignore[union-attr]
+                process.stdin.close()
         deadline = time.monotonic() + 15
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -124,8 +124,8 @@ class Cluster:
         job = json.dumps({"call": function, "options": options}) + "\n"
         for process in self._processes:
             with contextlib.suppress(OSError):  # it is dead, and the end of its replies says so
-                process.stdin.write(job)  # type: ignore[union-attr]
-                process.stdin.flush()  # type: ignore[union-attr]
+                process.stdin.write(job)
+                process.stdin.flush()
         results: dict[int, Any] = {}
         deadline = time.monotonic() + timeout
         while len(results) < self.world_size:
@@ -180,12 +180,12 @@ class Cluster:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             with contextlib.suppress(OSError):
-                process.stdin.close()  # type: ignore[union-attr]
+                process.stdin.close()
         self._processes.clear()
 
 
 def _listen(rank: int, process: subprocess.Popen[str], replies: queue.Queue[tuple[int, str]]) -> None:
     """Pass on what a rank says, and an empty line at its end."""
-    for line in process.stdout:  # type: ignore[union-attr]
+    for line in process.stdout:
         replies.put((rank, line))
     replies.put((rank, ""))

@@ -76,7 +76,13 @@ def _entries() -> dict[str, Entry]:
 CONTESTANTS = _entries()
 """In the order in which they are run: what the bars need first."""
 
-HSDP = ("fsdp_hybrid", "fsdp_hybrid_no_sync", "fully_shard_2d", "fully_shard_2d_no_sync", "fully_shard_2d_every")
+HSDP: tuple[str, ...] = (
+    "fsdp_hybrid",
+    "fsdp_hybrid_no_sync",
+    "fully_shard_2d",
+    "fully_shard_2d_no_sync",
+    "fully_shard_2d_every",
+)
 HSDP += ("deepspeed_mics",)
 
 

@@ -38,7 +38,7 @@ class Contestant:
 
     accumulator = "fp32"
     autocast = False
-    module: nn.Module
+    module: Any
     optimizer: Any
 
     def __init__(self, rank: Rank) -> None:

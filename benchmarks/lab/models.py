@@ -55,20 +55,22 @@ def build(name: str, device: torch.device) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     shape = MODELS[name]
+    model: Any
     torch.manual_seed(0)
     with torch.device(device):
         if shape.family == "gpt2":
-            dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-            model: nn.Module = GPT2LMHeadModel(GPT2Config(**shape.config, **dropout, use_cache=False))
+            dropout: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+            model = GPT2LMHeadModel(GPT2Config(**shape.config, **dropout, use_cache=False))
         else:
             model = LlamaForCausalLM(LlamaConfig(**shape.config, tie_word_embeddings=False, use_cache=False))
     assert model.config._attn_implementation == "sdpa", model.config._attn_implementation
-    return model.float().train()
+    module: nn.Module = model.float().train()
+    return module
 
 
-def stack_of(model: nn.Module) -> tuple[nn.Module, str]:
+def stack_of(model: Any) -> tuple[nn.Module, str]:
     """Whose attribute the list of blocks is, and its name."""
-    return (model.transformer, "h") if hasattr(model, "transformer") else (model.model, "layers")  # type: ignore[return-value]
+    return (model.transformer, "h") if hasattr(model, "transformer") else (model.model, "layers")
 
 
 def block_numel(model: nn.Module) -> int:

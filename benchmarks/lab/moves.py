@@ -46,9 +46,9 @@ def measure(rank: Rank, operation: str, nbytes: int, warmup: int, measured: int)
 def _prepare(rank: Rank, operation: str, numel: int, algorithm: str) -> tuple[Callable[[], object], Tensor]:
     """The call, and the tensor that its result will be in."""
     call = getattr(collectives, operation)
-    where = {"dtype": torch.bfloat16, "device": rank.device}
-    whole = torch.full((numel,), rank.rank + 1, **where)  # type: ignore[arg-type]
-    part = torch.full((numel // rank.topology.world_size,), rank.rank + 1, **where)  # type: ignore[arg-type]
+    where: dict[str, Any] = {"dtype": torch.bfloat16, "device": rank.device}
+    whole = torch.full((numel,), rank.rank + 1, **where)
+    part = torch.full((numel // rank.topology.world_size,), rank.rank + 1, **where)
     if operation == "all_gather":
         return lambda: call(whole, part, rank.groups, algorithm=algorithm), whole
     if operation == "reduce_scatter":

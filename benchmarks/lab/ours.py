@@ -81,7 +81,7 @@ class Floor(Contestant):
 
     def clip(self) -> None:
         for master, parameter in zip(self.masters, self.module.parameters(), strict=True):
-            master.grad = parameter.grad.float()  # type: ignore[union-attr]
+            master.grad = parameter.grad.float()
             parameter.grad = None
         nn.utils.clip_grad_norm_(self.masters, CLIP)
 

@@ -56,7 +56,7 @@ class DDP(Contestant):
             self.optimizer = adamw(model.parameters())
 
     def micro_batch(self, batch: Tensor, share: float, is_last: bool) -> Tensor:
-        with nullcontext() if is_last else self.module.no_sync():  # type: ignore[operator]
+        with nullcontext() if is_last else self.module.no_sync():
             return super().micro_batch(batch, share, is_last)
 
 
@@ -106,12 +106,12 @@ class FSDP(Contestant):
     def micro_batch(self, batch: Tensor, share: float, is_last: bool) -> Tensor:
         around: AbstractContextManager[Any] = nullcontext()
         if not is_last and not self.sync:
-            around = self.module.no_sync()  # type: ignore[operator]
+            around = self.module.no_sync()
         with around:
             return super().micro_batch(batch, share, is_last)
 
     def clip(self) -> None:
-        self.module.clip_grad_norm_(CLIP)  # type: ignore[operator]
+        self.module.clip_grad_norm_(CLIP)
 
 
 class FullyShard(Contestant):

@@ -78,7 +78,7 @@ def describe(rank: Rank) -> dict[str, Any]:
         versions["deepspeed"] = importlib.import_module("deepspeed").__version__
     if not rank.on_gpu:
         return {"device": f"CPU, {os.cpu_count()} cores", "backend": "gloo", "versions": versions}
-    versions |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    versions |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     memory = torch.cuda.get_device_properties(rank.device).total_memory
     return {"device": torch.cuda.get_device_name(), "memory_bytes": memory, "backend": "nccl", "versions": versions}
 

@@ -69,7 +69,9 @@ def measure(
     before = rank.clean()
     started = time.perf_counter()
     size = rank.topology.group_size
-    chosen = DDPStrategy(gradient_as_bucket_view=True) if strategy == "ddp" else ParoStrategy(strategy, group_size=size)
+    chosen: Any = (
+        DDPStrategy(gradient_as_bucket_view=True) if strategy == "ddp" else ParoStrategy(strategy, group_size=size)
+    )
     watch = Stopwatch(rank, warmup, accumulate)
     batches = tokens(model, rank.rank, accumulate, torch.device("cpu")) * (warmup + measured)
     trainer = Trainer(
