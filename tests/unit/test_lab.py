@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.lab import namespaces
 from benchmarks.lab.bars import even_bars, uneven_bars
 from benchmarks.lab.cluster import Cluster, RankFailed, gpus_of_host
 from benchmarks.lab.contestants import CONTESTANTS, partitions
+from benchmarks.lab.models import build
 from benchmarks.lab.report import draw, make_report, read
 from benchmarks.lab.rows import rows_of
 from benchmarks.lab.schedule import Job, Race, Record, repeats, scouting
+from benchmarks.scaling import compare, workload
+from lightning_paro.planner import Network, cost
+from lightning_paro.topology import Partition, Topology
 
 GIB = 2**30
+CPU = torch.device("cpu")
 
 
 def record(name: str, seconds: float, blocks: int = 1, repeat: int = 1, peak: float = 1.0, **more: Any) -> Record:
@@ -221,6 +232,50 @@ def test_races_of_one_setup_are_joined_and_all_of_it_is_json(tmp_path: Path) -> 
     pytest.importorskip("matplotlib")
     draw(report, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_error_of_a_prediction_is_relative_to_what_was_measured() -> None:
+    network = Network(Topology(4, 2), inter=1e9, intra=1e12)
+    work = workload("tiny-gpt2", 2, 0.0, "bf16-mixed")
+    flat = cost(Partition.parse("ggg"), work, network, "flat").step_s
+    records = [record("fsdp_full", 2 * flat, model="tiny-gpt2", accumulate=2)]
+    (row,) = compare({"tiny-gpt2": 0.0}, records, network, "bf16-mixed")
+    assert row["predicted_s"] == pytest.approx(flat)
+    assert row["error"] == pytest.approx(-0.5)
+    assert row["parameters"] == work.parameters == sum(p.numel() for p in build("tiny-gpt2", CPU).parameters())
+
+
+# ---- hosts without GPUs --------------------------------------------------------------------------------------
+
+
+def test_without_root_hosts_fall_back_to_loopback_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
+    with namespaces.hosts(2, mbit=100) as network:
+        assert network.description.startswith("loopback, no slow link: no network namespaces here (that needs root")
+        assert (network.prefixes, network.interface, network.address) == (None, "lo", "127.0.0.1")
+
+
+@pytest.mark.network
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("tc"), reason="needs root and iproute2")
+def test_three_hosts_reach_each_other_through_shaped_links_and_are_gone_afterwards() -> None:
+    def said(command: list[str]) -> str:
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
+
+    with namespaces.hosts(3, mbit=77) as network:
+        if network.prefixes is None:
+            pytest.skip(network.description)
+        names = [prefix[-1] for prefix in network.prefixes]
+        assert len(set(names)) == 3
+        listen = "import socket; s = socket.create_server(('', 4321)); print(flush=True); s.accept()[0].sendall(b'x')"
+        talk = f"import socket; print(socket.create_connection(('{network.address}', 4321)).recv(1))"
+        for prefix in network.prefixes[1:]:
+            command = [*network.prefixes[0], sys.executable, "-c", listen]
+            with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+                server.stdout.readline()
+                assert said([*prefix, sys.executable, "-c", talk]) == "b'x'\n"
+        for prefix in network.prefixes:
+            assert "rate 77Mbit" in said([*prefix, "tc", "qdisc", "show", "dev", network.interface])
+    assert not set(names) & set(said(["ip", "netns", "list"]).split())
 
 
 # ---- real ranks ----------------------------------------------------------------------------------------------
