@@ -42,6 +42,10 @@ class Ascent:
         self._ahead: dict[int, int] = {}  # units gathered before they are needed, and by which launch
         self._launches = 0
         self._kept: Unit | None = None
+        topology = ladder.groups.topology
+        has_two_legs = topology.num_groups > 1 and topology.group_size > 1
+        self._waits_alone = not (ladder.lanes.is_async and has_two_legs)
+        """Whether a rank may wait for an update by itself: on the host the second leg is issued by who waits."""
 
     def step_begin(self) -> None:
         """Start of a step: what the last one needed is what this one will."""
@@ -90,11 +94,13 @@ class Ascent:
         for bucket in in_buckets(flats, self._bucket_bytes):
             self._update(bucket)
         for flat in flats:
-            if flat.partition.p is N:  # whoever reads a parameter now does not ask
+            flat.has_moved()
+            if flat.partition.p is flat.partition.os or (flat.partition.p is N and not self._waits_alone):
                 flat.settle()
+            elif flat.partition.p is N:
+                flat.settle_when_asked()
             elif flat.is_whole:
                 flat.gather(again=True)
-            flat.has_moved()
 
     def _next(self) -> int | None:
         position = len(self._now)

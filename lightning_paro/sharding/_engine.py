@@ -135,6 +135,8 @@ class Engine:
         self._in_step = self._rest_is_held = True
         for unit in self._rest:
             unit.hold()
+            for flat in unit.flats:
+                flat.settle()
 
     def step_end(self, backward_follows: bool = False) -> None:
         """End of a training step.
@@ -195,6 +197,8 @@ class Engine:
             for unit in chosen:
                 unit.hold()
                 stack.callback(unit.let_go)
+                for flat in unit.flats:
+                    flat.settle()
             yield
             if self._in_step and torch.is_grad_enabled():  # a backward may come back to what was computed here
                 for unit in chosen:
@@ -385,6 +389,7 @@ class Engine:
 
         The optimizers' states stay readable through :func:`optimizer_state_dict`.
         """
+        self.settle()
         self.abandon()
         for flat in self.flats:
             flat.lend()
@@ -393,6 +398,8 @@ class Engine:
     def abandon(self) -> None:
         """Remove every hook without talking to other ranks; parameters that are released stay so."""
         self._reset()
+        for flat in self.flats:
+            flat.cancel_update()
         while self._hooks:
             self._hooks.pop().remove()
         for unit in self.units:

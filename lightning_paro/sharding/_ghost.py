@@ -6,13 +6,14 @@ that says what to do as soon as somebody computes with them.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["gradient_ghost", "is_gradient_ghost", "nan_ghost", "released_class"]
+__all__ = ["gradient_ghost", "is_gradient_ghost", "nan_ghost", "pending_class", "released_class"]
 
 _PROPERTIES = (
     "device dtype grad grad_fn is_cpu is_cuda is_leaf is_meta is_mps is_nested is_quantized is_sparse is_sparse_csr "
@@ -90,6 +91,29 @@ def _error(parameter: _Released | None, what: str) -> RuntimeError:
     )
 
 
+class _Pending(nn.Parameter):
+    """Mixed in front of a parameter's own class while its new values are under way."""
+
+    _paro_settle: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _ALLOWED:
+            for argument in _flatten((args, kwargs or {})):
+                if isinstance(argument, _Pending):
+                    argument._paro_settle()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self._paro_settle()
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._paro_settle()
+        return self.__reduce_ex__(protocol)
+
+
 def released_class(parameter: nn.Parameter, where: str) -> type:
     """The class of ``parameter`` while it is released, which refuses to compute: assign it to ``__class__``.
 
@@ -100,6 +124,18 @@ def released_class(parameter: nn.Parameter, where: str) -> type:
     own = type(parameter)
     bases = (_Released,) if own is nn.Parameter else (_Released, own)
     return type(f"Released{own.__name__}", bases, {"_paro_where": where})
+
+
+def pending_class(parameter: nn.Parameter, settle: Callable[[], None]) -> type:
+    """The class of ``parameter`` while new values are under way: whoever reads or writes it waits for them first.
+
+    Args:
+        parameter: The parameter, whole.
+        settle: Waits, and gives the parameter its own class back.
+    """
+    own = type(parameter)
+    bases = (_Pending,) if own is nn.Parameter else (_Pending, own)
+    return type(f"Pending{own.__name__}", bases, {"_paro_settle": staticmethod(settle)})
 
 
 def nan_ghost(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

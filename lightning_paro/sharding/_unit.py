@@ -60,6 +60,8 @@ class Unit:
         self._parts: list[_Attributes] = []
         if module is not None and any(flat.partition.p for flat in flats):
             self._install(module)
+        elif module is not None:
+            self._install_settling(module)
 
     @property
     def is_whole(self) -> bool:
@@ -139,6 +141,17 @@ class Unit:
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after),
         ]
+
+    def _install_settling(self, module: nn.Module) -> None:
+        """Where parameters are whole all the time (p=N), a forward waits for their new values only."""
+        flats = [weakref.proxy(flat) for flat in self.flats]
+
+        @torch._dynamo.disable  # type: ignore[untyped-decorator]
+        def before(*_: Any) -> None:
+            for flat in flats:
+                flat.settle()
+
+        self._handles = [module.register_forward_pre_hook(before, prepend=True)]
 
     def _before_forward(self, inputs: Any) -> None:
         self._on_need(self)

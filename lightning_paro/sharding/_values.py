@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lightning_paro.collectives import Ladder, Task, after
-from lightning_paro.sharding._ghost import nan_ghost, released_class
+from lightning_paro.sharding._ghost import nan_ghost, pending_class, released_class
 from lightning_paro.sharding._policy import PrecisionPolicy
 from lightning_paro.topology import Granularity, Partition
 
@@ -92,6 +93,7 @@ class FlatValues:
         self.slots = [self._slot(name, p, start) for (name, p), start in zip(parameters, ends, strict=True)]
         self._parameters = [slot.parameter for slot in self.slots]
         self._own_classes: list[type] = [type(parameter) for parameter in self._parameters]
+        self._pending_classes: list[type] = []
 
         self.arrival: Task | None = None  # of the whole values
         self.update: Task | None = None  # of the shard's new values after a step
@@ -199,7 +201,27 @@ class FlatValues:
         """Use the shard's new values from here on."""
         if self.update is not None:
             self.update.wait()
-            self.update = None
+            self._is_settled()
+
+    def cancel_update(self) -> None:
+        """The end of a run that others may have left: do not wait for what they may never send."""
+        if self.update is not None:
+            self.update.cancel()
+            self._is_settled()
+
+    def _is_settled(self) -> None:
+        self.update = None
+        if self.partition.p is N:
+            for parameter, own in zip(self._parameters, self._own_classes, strict=True):
+                parameter.__class__ = own
+
+    def settle_when_asked(self) -> None:
+        """Let whole parameters (p=N) wait for their new values as soon as somebody looks at one of them."""
+        if not self._pending_classes:
+            settle = _weakly(self)
+            self._pending_classes = [pending_class(parameter, settle) for parameter in self._parameters]
+        for parameter, pending in zip(self._parameters, self._pending_classes, strict=True):
+            parameter.__class__ = pending
 
     def release(self) -> None:
         """Give the whole values back; the parameters become ghosts that keep shape, dtype and identity."""
@@ -395,3 +417,15 @@ class FlatValues:
         slot = self.slots[index]
         part = shard[slot.shard]
         return part.view(slot.shape) if self.partition.os is N else part
+
+
+def _weakly(flat: FlatValues) -> Callable[[], None]:
+    """What settles a flat, for its parameters' classes: owning it they would be a cycle."""
+    reference = weakref.ref(flat)
+
+    def settle() -> None:
+        here = reference()
+        if here is not None:
+            here.settle()
+
+    return settle

@@ -1,0 +1,128 @@
+"""What is under way beside the computation: gathers ahead of it, new values behind it, and how much of it at a time."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.distributed.loops import ALL, Block, Sharded, Stack, adamw, assert_as_alone, share
+from tests.distributed.pool import Pool
+
+BLOCKS = 6
+BLOCK_BYTES = 8 * (2 * 8 + 2 * (8 * 8 + 8))  # a norm and two linear layers in float64
+
+
+def stack(blocks: int = BLOCKS) -> Stack:
+    return Stack(*(Block(8, 8) for _ in range(blocks))).double()
+
+
+def _train(loop: Sharded, model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int) -> None:
+    for micro in range(micro_batches):
+        with loop.step():
+            loss = model(share(0, loop.rank, micro)).square().mean()
+        loop.backward(loss, sync=micro == micro_batches - 1)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _launches(partition: str, bucket_bytes: int) -> tuple[int, list[int]]:
+    """Collectives of the second step, and the units that were whole whenever one was needed."""
+    loop = Sharded(partition, bucket_bytes=bucket_bytes)
+    model = stack()
+    loop.shard(model)
+    optimizer = loop.attach(adamw(model))
+    _train(loop, model, optimizer, 1)
+    loop.engine.settle()
+    loop.engine.traffic.reset()
+    whole: list[int] = []
+    units = [unit for unit in loop.engine.units if unit.name != "rest"]
+
+    def look(*_: Any) -> None:
+        whole.append(sum(unit.is_whole or unit.is_arriving for unit in units))
+
+    for block in model.blocks:
+        block.register_forward_hook(look)
+        block.register_full_backward_hook(look)
+    _train(loop, model, optimizer, 1)
+    loop.engine.settle()
+    calls = loop.engine.traffic.calls
+    loop.close()
+    return calls, whole
+
+
+@pytest.mark.parametrize(("blocks_a_bucket", "gathers", "reduces"), [(1, 11, 7), (2, 6, 4), (3, 4, 3), (100, 2, 1)])
+def test_neighbours_travel_together_and_two_buckets_at_most_are_whole(
+    pool: Pool, blocks_a_bucket: int, gathers: int, reduces: int
+) -> None:
+    """Six blocks forward and backward, of which the last stays whole in between; the rest is gathered once."""
+    for calls, whole in pool.run(_launches, "iig", blocks_a_bucket * BLOCK_BYTES):
+        # inside a group: gathers and one of the rest, and sums; between groups: sums, and new values
+        assert calls == gathers + 1 + reduces + 2 * reduces, calls
+        assert max(whole) <= min(2 * blocks_a_bucket + 1, BLOCKS), whole
+
+
+READS: dict[str, Callable[[nn.Parameter], Tensor]] = {
+    "compute": lambda parameter: parameter * 1,
+    "detach": lambda parameter: parameter.detach().clone(),
+    "data": lambda parameter: parameter.data.clone(),
+    "function": lambda parameter: torch.sum(parameter, 0),
+    "copy": lambda parameter: copy.deepcopy(parameter).detach(),
+    "pickle": lambda parameter: pickle.loads(pickle.dumps(parameter)).detach(),
+    "list": lambda parameter: torch.stack([parameter, parameter]),
+}
+
+
+def _read_after_a_step(partition: str, name: str) -> list[str]:
+    wrong = []
+    for group_size in (1, 2, 4):
+        loop = Sharded(partition, group_size)
+        model = stack(2)
+        loop.shard(model)
+        optimizer = loop.attach(adamw(model))
+        for _ in range(2):
+            _train(loop, model, optimizer, 1)
+            was = {key: READS[name](parameter).clone() for key, parameter in model.named_parameters()}
+            loop.engine.settle()
+            is_now = {key: READS[name](parameter) for key, parameter in model.named_parameters()}
+            wrong += [key for key in was if not torch.equal(was[key], is_now[key])]
+            wrong += [key for key, parameter in model.named_parameters() if type(parameter) is not nn.Parameter]
+        loop.close()
+    return wrong
+
+
+@pytest.mark.parametrize("name", READS)
+def test_whoever_reads_a_whole_parameter_after_a_step_reads_its_new_value(pool: Pool, name: str) -> None:
+    for partition in ("nii", "nng", "nni"):
+        for wrong in pool.run(_read_after_a_step, partition, name):
+            assert not wrong, (partition, wrong)
+
+
+def _write_after_a_step(loop: Any) -> nn.Module:
+    """Weight decay by hand between steps, as a callback might do."""
+    model = stack(3)
+    loop.shard(model)
+    optimizer = loop.attach(adamw(model))
+    for step in range(3):
+        optimizer.zero_grad()
+        with loop.step():
+            loss = loop.mean(lambda rank, step=step: model(share(step, rank)).square().mean())
+        loop.backward(loss)
+        optimizer.step()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+    return model
+
+
+@pytest.mark.parametrize("partition", [name for name in ALL if name[0] == "n"])
+@pytest.mark.parametrize("group_size", [1, 2, 4])
+def test_whoever_writes_to_a_whole_parameter_after_a_step_writes_to_its_new_value(
+    pool: Pool, partition: str, group_size: int
+) -> None:
+    assert_as_alone(pool, _write_after_a_step, [partition], group_size=group_size)
