@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from lightning_paro.planner._cost import Algorithm, Cost, Network, Workload, cost, hpz
 from lightning_paro.topology import Partition, Topology
 
-__all__ = ["Peer", "Plan", "Row", "make_plan", "scale"]
+__all__ = ["MARGIN", "Peer", "Plan", "Row", "make_plan", "scale"]
 
 MARGIN = 1.05
 """What must fit is the predicted peak and 5 %: fragments, workspaces, what nobody counts."""

@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_paro.collectives import ProcessGroups
 from lightning_paro.sharding import Engine, load_optimizer_state_dict, optimizer_state_dict
 from lightning_paro.strategies._activations import checkpoint_activations, module_classes
+from lightning_paro.strategies._auto import AutoPartition
 from lightning_paro.strategies._callbacks import with_parameters
 from lightning_paro.strategies._checks import check_placement, check_state_dict, check_trainer
 from lightning_paro.strategies._failure import FailureWatch
@@ -48,6 +49,7 @@ class ParoStrategy(ProcessesStrategy):
     Args:
         partition: Three letters for parameters, gradients and optimizer state: ``n`` whole on every rank, ``i``
             partitioned inside a group, ``g`` partitioned globally. One of the 14 whose optimizer state is the finest.
+            Or ``"auto"``: the fastest that fits, found out when training starts and kept in its checkpoints.
         group_size: Ranks per group; must divide the world size. None is the number of ranks of one host.
         units: What is gathered together: ``"auto"`` (the repeated blocks of the model, the rest as units of their own),
             a collection of module classes, or a callable that says which modules are units.
@@ -59,6 +61,11 @@ class ParoStrategy(ProcessesStrategy):
         start_method: How Lightning starts the processes: ``"popen"`` runs the script again, the others fork or spawn
             (for notebooks and tests). Under torchrun or SLURM, which start them, it does not matter.
         activation_checkpointing: Module classes whose activations are recomputed in backward (non-reentrant).
+        memory: For ``"auto"``: bytes that a rank may use; None is what is free.
+        compute: For ``"auto"``: seconds of forward and backward of one micro-batch; None measures them.
+        activations: For ``"auto"``: bytes of activations of one micro-batch; None measures them.
+        example_batch: For ``"auto"``: the batch to measure with; None is the first of the training dataloader.
+        reprobe: For ``"auto"``: measure the network again and decide anew, whatever a checkpoint says.
         process_group_backend: ``"nccl"``, ``"gloo"`` or None for the device's default.
         accelerator: As in Lightning's strategies.
         parallel_devices: As in Lightning's strategies.
@@ -86,6 +93,11 @@ class ParoStrategy(ProcessesStrategy):
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         activation_checkpointing: type[nn.Module] | list[type[nn.Module]] | set[type[nn.Module]] | None = None,
+        memory: float | None = None,
+        compute: float | None = None,
+        activations: float | None = None,
+        example_batch: Any = None,
+        reprobe: bool = False,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -103,7 +115,9 @@ class ParoStrategy(ProcessesStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        self.partition = Partition.parse(partition)
+        options = {"memory": memory, "compute": compute, "activations": activations, "example_batch": example_batch}
+        self._auto = AutoPartition.read(partition, **options, reprobe=reprobe)
+        self.partition: Partition | str = "auto" if self._auto else Partition.parse(partition)
         self.group_size = group_size
         one_of("nonfinite", nonfinite, ("propagate", "skip", "raise"))
         self._units = units
@@ -229,17 +243,21 @@ class ParoStrategy(ProcessesStrategy):
         stale = _live.pop(module, None)
         if stale is not None:
             stale.close()
-        materialize(module, initialize=self.global_rank == 0)
+        materialize(module, initialize=self.global_rank == 0 or self._auto is not None)
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(module)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         self._undo += checkpoint_activations(module, self._checkpointed)
+        policy = policy_for(self.precision_plugin, self._grad_dtype, self._reduce_dtype)
+        if self._auto is not None:
+            self.partition = self._auto.decide(trainer, module, self._groups, policy, self._units)
+        assert isinstance(self.partition, Partition)
         self._engine = Engine(
             module,
             self.partition,
             self._groups,
-            policy=policy_for(self.precision_plugin, self._grad_dtype, self._reduce_dtype),
+            policy=policy,
             units=self._units,
             device=self.root_device,
             nonfinite=self._nonfinite,
@@ -250,7 +268,7 @@ class ParoStrategy(ProcessesStrategy):
         self._undo.append(lambda: trainer.callbacks.remove(lockstep))  # type: ignore[attr-defined]
         self.precision_plugin.engine = self._engine  # type: ignore[attr-defined]
         if trainer.state.stage is not None and self._runs == 1:
-            self._say_what_runs()
+            self._say_what_runs(self.partition)
         if fitting:
             self.setup_optimizers(trainer)
             self._trained = self._engine
@@ -259,9 +277,9 @@ class ParoStrategy(ProcessesStrategy):
             self._undo += with_parameters(self._engine, module, trainer.callbacks)  # type: ignore[attr-defined]
         self.setup_precision_plugin()
 
-    def _say_what_runs(self) -> None:
+    def _say_what_runs(self, partition: Partition) -> None:
         engine = self.engine
-        line = engine.topology.explain(self.partition, engine.model_state_bytes())
+        line = engine.topology.explain(partition, engine.model_state_bytes())
         if line:
             rank_zero_info(line)
         frozen = engine.rounded_frozen()
@@ -360,9 +378,17 @@ class ParoStrategy(ProcessesStrategy):
         return optimizer_state_dict(self._trained, optimizer)
 
     @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._auto is not None:
+            self._auto.store(checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
         assert module is not None
+        if self._auto is not None:
+            self._auto.restore(checkpoint)
         engine = _live.get(module)
         if engine is not None and (engine is not self._engine or self._failed):  # of a run that failed
             _live.pop(module).close()

@@ -1,4 +1,4 @@
-"""The names ``paro_nnn`` ... ``paro_ggg`` in Lightning's StrategyRegistry."""
+"""The names ``paro_nnn`` ... ``paro_ggg`` and ``paro_auto`` in Lightning's StrategyRegistry."""
 
 from __future__ import annotations
 
@@ -17,24 +17,19 @@ _OTHER_NAMESPACE = "pytorch_lightning"
 
 
 def register() -> None:
-    """Register the 14 strategies, and the 13 names that are refused with the reason. Idempotent.
+    """Register the 14 strategies, ``paro_auto``, and the 13 names that are refused with the reason. Idempotent.
 
     Lightning's own error for a name it does not know lists no plugin, so the refused names are registered too.
     """
-    for partition in Partition.valid():
-        _add(
-            StrategyRegistry,
-            f"paro_{partition}",
-            ParoStrategy,
-            f"PaRO-DP with partition {partition}",
-            partition=str(partition),
-        )
+    names = [*map(str, Partition.valid()), "auto"]
+    for name in names:
+        _add(StrategyRegistry, f"paro_{name}", ParoStrategy, f"PaRO-DP with partition {name}", partition=name)
     for name in Partition.refused():
         _add(StrategyRegistry, f"paro_{name}", partial(_refuse, name), "not a useful partition")
     other = sys.modules.get(f"{_OTHER_NAMESPACE}.strategies")
     if other is not None:  # the standalone package has a registry of its own: say so instead of "unknown name"
-        for partition in Partition.valid():
-            _add(other.StrategyRegistry, f"paro_{partition}", _wrong_namespace, "of the package lightning only")
+        for name in names:
+            _add(other.StrategyRegistry, f"paro_{name}", _wrong_namespace, "of the package lightning only")
 
 
 def _add(registry: Any, name: str, factory: Any, description: str, **init_params: Any) -> None:
