@@ -62,6 +62,7 @@ def measure(
             time of moving them not counted, for a module that does not fit as a whole. They may lie inside each other.
     """
     device = torch.device(device)
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     twin = _Twin(module, device, compute_dtype, units or {})
 
     def run(meter: _Meter | None = None) -> float:
@@ -78,6 +79,8 @@ def measure(
         return Measured(statistics.median(run() for _ in range(REPEATS)), meter.peak)
     finally:
         twin.free()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient  # a closure over the module itself, in place of a forward, is not copied
 
 
 class _Meter(Protocol):
