@@ -1,6 +1,6 @@
 """Sharded data-parallel training for uneven networks: a plugin for PyTorch Lightning.
 
-Importing the package registers ``paro_nnn`` ... ``paro_ggg`` as strategy names.
+Importing the package registers ``paro_nnn`` ... ``paro_ggg``, and ``paro_auto``, as strategy names.
 """
 
 from lightning_paro.__about__ import __version__

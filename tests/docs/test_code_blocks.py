@@ -76,9 +76,10 @@ def cases() -> list:
 
 
 def run(command: str, where: str) -> None:
-    """Run it in a process group of its own, so that whatever it launched ends with it."""
+    """Run it in a process group of its own, so that whatever it launched ends with it; what it caches stays here."""
+    environment = ENVIRONMENT | {"XDG_CACHE_HOME": str(Path.cwd() / "cache")}
     pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = subprocess.Popen(shlex.split(command), env=ENVIRONMENT, start_new_session=True, **pipes)
+    process = subprocess.Popen(shlex.split(command), env=environment, start_new_session=True, **pipes)
     try:
         output, _ = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
