@@ -1,4 +1,4 @@
-"""Let the guideline choose: a small GPT-2 in four processes that stand for two hosts, then resumed with the same choice.
+"""Let the guideline choose for a small GPT-2, in four processes that stand for two hosts, and resume with its choice.
 
     python examples/auto.py
 

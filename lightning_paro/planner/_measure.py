@@ -155,6 +155,8 @@ class _Twin(Generic[M]):
         for parameter in self._parameters:
             parameter.grad = None
             parameter.untyped_storage().resize_(0)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # communicators take theirs beside the allocator
 
     def _before_forward(self, unit: _Unit, *_: object) -> None:
         self._fetch(unit)

@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_paro import ParoStrategy, Topology
-from lightning_paro.planner import Network, Plan, Probe, Sample, StateBytes, Workload, _cache, make_plan
-from tests.conformance.support import Regressor, assert_equal, load, samples, trainer, values
+from lightning_paro.planner import Measured, Network, Plan, Probe, Sample, StateBytes, Workload, _cache, make_plan
+from tests.conformance.support import Regressor, assert_equal, load, rank, samples, trainer, values
 from tests.distributed.pool import WORLD_SIZE, Pool, WorkerError
 
 INTRA, INTER, COLUMN = 4e9, 1e8, 5e7  # bytes per second
@@ -438,6 +438,48 @@ def test_one_rank_needs_no_network_and_workers_read_the_batch(tmp_path: Path) ->
     run.fit(Regressor(), DataLoader(_FromWorkers(*samples().tensors), batch_size=4, num_workers=2))
     assert str(run.strategy.partition) == "nnn"
     assert run.strategy._auto.plan.workload.activations == 4 * 4 * (5 + 2 * (7 + 2 + 7 + 15) + 7 + 6)
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def _short_of_memory(root: str, needed: set[int]) -> tuple[list[int], float, float]:
+    """Rank 1 can measure with this number of units away from the device only; what each attempt was, and the result."""
+    attempts: list[int] = []
+
+    def measure(*_: Any, units: Any, **__: Any) -> Measured:
+        attempts.append(len(units))
+        if rank() == 1 and len(units) not in needed:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Measured(1.0 + rank(), 1000 * (1 + len(units)) + rank())
+
+    with mock.patch("lightning_paro.strategies._trial.measure", measure):
+        _, plan = _fit(root, ROOMY)
+    return attempts, plan.workload.compute, plan.workload.activations
+
+
+def test_where_one_rank_is_short_of_memory_all_measure_unit_by_unit(pool: Pool, tmp_path: Path) -> None:
+    slowest = float(WORLD_SIZE)
+    for result in pool.run(_short_of_memory, str(tmp_path), {0, 2}):
+        assert result == ([0], slowest, 1000 + WORLD_SIZE - 1)
+    for result in pool.run(_short_of_memory, str(tmp_path), {2}):
+        assert result == ([0, 2], slowest, 3000 + WORLD_SIZE - 1)
+    message = (
+        "one micro-batch does not fit in the memory of every rank, even .* one unit at a time. HINT: use activation"
+    )
+    _expect(pool, message, _short_of_memory, str(tmp_path), set())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_allocator_and_the_driver_are_asked(tmp_path: Path) -> None:
+    settings = {"accelerator": "gpu", "devices": 1, "precision": "bf16-mixed", "max_steps": 1, "limit_val_batches": 0}
+    run = trainer(ParoStrategy("auto"), str(tmp_path), **settings)
+    run.fit(Regressor(), DataLoader(samples(), batch_size=4))
+    plan = run.strategy._auto.plan
+    assert 0 < plan.memory <= torch.cuda.get_device_properties(0).total_memory
+    assert plan.workload.activations > 0
+    assert plan.workload.compute > 0
+    assert plan.workload.sizes == StateBytes.of("bf16-mixed")
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
