@@ -376,26 +376,29 @@ class _Stream(IterableDataset):
 
 
 class _Seen(Regressor):
+    """Writes into its batch."""
+
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[int, ...]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.seen.append(tuple(batch[0].shape))
-        return self.loss(batch)
+        return self.loss([batch[0].mul_(2), batch[1]])
 
 
 def _stream(root: str, options: dict[str, Any]) -> list[tuple[int, ...]]:
     module = _Seen()
     with _network(root):
         trainer(_auto(**ROOMY, **options), root, limit_val_batches=0).fit(module, DataLoader(_Stream(), batch_size=4))
+    assert all(tensor.eq(1).all() for tensor in options.get("example_batch", ()))
     return module.seen
 
 
 def test_a_stream_is_not_read_to_measure(pool: Pool, tmp_path: Path) -> None:
     message = r"ValueError: a batch is needed to measure a step, and _Stream may be a stream.*example_batch=.*compute="
     _expect(pool, message, _stream, str(tmp_path), {})
-    example = [torch.zeros(6, 5), torch.zeros(6, 3)]
+    example = [torch.ones(6, 5), torch.ones(6, 3)]
     for options in ({"example_batch": example}, GIVEN):
         for seen in pool.run(_stream, str(tmp_path), options):
             assert seen == [(4, 5)] * 3
