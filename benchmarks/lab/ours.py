@@ -26,7 +26,7 @@ class Paro(Contestant):
         self.module, self.autocast = model, autocast
         sized: dict[str, Any] = {}
         if "bucket_bytes" in inspect.signature(Engine).parameters:
-            sized["bucket_bytes"] = blocks * block_numel(model) * self.compute.itemsize
+            sized["bucket_bytes"] = int(1.01 * blocks * block_numel(model) * self.compute.itemsize)  # and padding
         policy = PrecisionPolicy(self.compute, master_weights=self.compute is not torch.float32)
         self.engine = Engine(
             model, Partition.parse(partition), rank.groups, policy=policy, device=rank.device, **sized
