@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.interpreter import Python
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 150  # for starts on a busy machine; a rank that hangs would take 1800
@@ -23,15 +22,7 @@ def _run(log: Path, *arguments: str) -> tuple[int, str]:
     ranks = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE")
     environment = {name: value for name, value in os.environ.items() if name not in ranks}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=ROOT,
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    process = Python(arguments, log, ROOT, environment)
     try:
         code = process.wait(SECONDS)
         for _ in range(100):  # the last of them may still be on its way out
@@ -45,9 +36,7 @@ def _run(log: Path, *arguments: str) -> tuple[int, str]:
     except subprocess.TimeoutExpired:
         pytest.fail(f"did not end in {SECONDS} s:\n{log.read_text()}")
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.kill()
     return code, log.read_text()
 
 

@@ -1,7 +1,7 @@
 """A pool of worker processes that are started once and then run one test function after another.
 
-Starting a process that imports torch and lightning costs seconds; a collective costs a millisecond. A test hands the
-pool a module-level function, which runs on every rank at once::
+Imports cost seconds, so the workers are forks of one process that has done them; a collective costs a millisecond. A
+test hands the pool a module-level function, which runs on every rank at once::
 
     results = pool.run(function, argument)   # one result per rank
 
@@ -20,8 +20,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.interpreter import FORKS
+
 WORLD_SIZE = 4
-START_TIMEOUT = 120  # on top of a test's own: on a busy machine the imports of four workers take more than a minute
+START_TIMEOUT = 120  # on top of a test's own: on a busy machine the imports of the first start take long
 
 
 class WorkerError(Exception):
@@ -84,11 +86,10 @@ class Pool:
         self._workers.clear()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
         port = free_port()
         for rank in range(WORLD_SIZE):
-            here, there = context.Pipe()
-            process = context.Process(target=_work, args=(rank, port, there), daemon=True)
+            here, there = FORKS.Pipe()
+            process = FORKS.Process(target=_work, args=(rank, port, there), daemon=True)
             process.start()
             self._workers.append((process, here))
 

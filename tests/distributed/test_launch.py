@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.distributed import launched
 from tests.distributed.pool import free_port
+from tests.interpreter import Python
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 200  # for one launch, which takes a tenth of it on an idle machine
@@ -42,12 +43,15 @@ def launch(tmp_path: Path, *commands: Command) -> None:
     inherited = {k: v for k, v in os.environ.items() if k not in LEFT_BY_A_TRAINER and not k.startswith("SLURM_")}
     inherited |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
     logs = [tmp_path / f"command{number}.log" for number in range(len(commands))]
-    processes = []
+    processes: list[Python | subprocess.Popen[bytes]] = []
     try:
         for command, log in zip(commands, logs, strict=True):
+            environment = inherited | command.variables
+            if command.argv[0] == sys.executable:
+                processes.append(Python(command.argv[1:], log, ROOT, environment))
+                continue
             with log.open("wb") as output:
                 streams: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT, "cwd": ROOT}
-                environment = inherited | command.variables
                 processes.append(subprocess.Popen(command.argv, env=environment, start_new_session=True, **streams))
         deadline = time.monotonic() + SECONDS
         while any(process.poll() is None for process in processes):
@@ -60,6 +64,7 @@ def launch(tmp_path: Path, *commands: Command) -> None:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             process.wait()
     report = "\n".join(f"--- {c.argv}\n{log.read_text()}" for c, log in zip(commands, logs, strict=True))
     assert [process.returncode for process in processes] == [0] * len(processes), report

@@ -1,7 +1,7 @@
 """The code in the documentation runs: one test a page, its blocks in order, in an empty directory.
 
 * ``python`` blocks share one namespace. One that begins with ``# file: name.py`` is a script instead: it is
-  written to that file and run by an interpreter of its own, as whatever Lightning launches has to be.
+  written to that file and run by a process of its own, as whatever Lightning launches has to be.
 * ``yaml`` blocks that begin with ``# file: name.yaml`` are written before anything runs.
 * ``bash`` blocks under ``<!-- run -->``: their ``lightning-paro`` and ``python -m lightning_paro`` lines run.
 * A block under ``<!-- skip: reason -->`` does not run, and is reported as a skipped test with that reason.
@@ -10,7 +10,6 @@
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import textwrap
@@ -21,9 +20,12 @@ from unittest import mock
 
 import pytest
 
+from tests.interpreter import Python
+
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("lightning-paro", "python -m lightning_paro")
-ENVIRONMENT = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+ENVIRONMENT = dict(os.environ)
+CONSOLE_SCRIPT = Path(sys.executable).with_name("lightning-paro")
 SECONDS = 120  # for one script or command
 FENCE = re.compile(
     r"(?:^ *<!-- *(?P<note>[^\n]+?) *-->\s*\n)?"
@@ -76,16 +78,18 @@ def cases() -> list:
 
 
 def run(command: str, where: str) -> None:
-    """Run it in a process group of its own, so that whatever it launched ends with it; what it caches stays here."""
-    environment = ENVIRONMENT | {"XDG_CACHE_HOME": str(Path.cwd() / "cache")}
-    pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = subprocess.Popen(shlex.split(command), env=environment, start_new_session=True, **pipes)
+    program, *arguments = shlex.split(command)
+    log = Path("log")
+    arguments = arguments if program == "python" else [str(CONSOLE_SCRIPT), *arguments]
+    caches = {"XDG_CACHE_HOME": str(Path.cwd() / "cache")}
+    process = Python(arguments, log, environment=ENVIRONMENT | caches)
     try:
-        output, _ = process.communicate(timeout=SECONDS)
+        code = process.wait(SECONDS)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"{where}: `{command}` ran past {SECONDS} s\n{process.communicate()[0]}")
-    assert process.returncode == 0, f"{where}: `{command}` exited {process.returncode}\n{output}"
+        pytest.fail(f"{where}: `{command}` ran past {SECONDS} s\n{log.read_text()}")
+    finally:
+        process.kill()
+    assert code == 0, f"{where}: `{command}` exited {code}\n{log.read_text()}"
 
 
 @pytest.mark.timeout(900)

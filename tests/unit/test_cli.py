@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +15,7 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
 from lightning_paro import ParoStrategy, Partition
 from lightning_paro.cli.main import main
+from tests.interpreter import Python
 
 ROOT = Path(__file__).parents[2]
 YAML = ROOT / "examples" / "byte_gpt.yaml"
@@ -46,19 +44,6 @@ def strategy_with(value: str, argument: str) -> ParoStrategy:
     cli = LightningCLI(BoringModel, BoringDataModule, run=False, args=args, seed_everything_default=0)
     assert isinstance(cli.trainer.strategy, ParoStrategy)
     return cli.trainer.strategy
-
-
-def call(*command: str | Path, cwd: Path = ROOT, expect: int = 0) -> str:
-    """What a command prints; whatever it launched ends with it."""
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen([str(part) for part in command], cwd=cwd, start_new_session=True, **pipes)
-    try:
-        output, _ = process.communicate(timeout=120)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"{command} hangs:\n{process.communicate()[0]}")
-    assert process.returncode == expect, output
-    return output
 
 
 def test_the_example_yaml_builds_model_data_and_strategy() -> None:
@@ -156,6 +141,12 @@ def test_the_printed_configuration_is_a_configuration(
 def test_the_console_script_trains_the_example_on_two_ranks(tmp_path: Path) -> None:
     small = ["--model.init_args.layers", "2", "--model.init_args.width", "32", "--data.init_args.held_out_samples", "8"]
     trainer = ["--trainer.devices", "2", "--trainer.fast_dev_run", "2", "--trainer.default_root_dir", tmp_path]
-    output = call(SCRIPT, "fit", "-c", YAML, *small, *trainer)
+    process = Python([SCRIPT, "fit", "-c", YAML, *small, *trainer], tmp_path / "log")
+    try:
+        assert process.wait(120) == 0
+    finally:
+        process.kill()
+        output = (tmp_path / "log").read_text()
+        print(output)
     assert "GLOBAL_RANK: 1, MEMBER: 2/2" in output
     assert "`Trainer.fit` stopped: `max_epochs=1` reached" in output
