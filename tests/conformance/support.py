@@ -21,7 +21,14 @@ from lightning_paro import ParoStrategy, Partition
 
 ALL = [str(partition) for partition in Partition.valid()]
 SPREAD = ["nnn", "nig", "iig", "igg", "ggg"]
-COVER = [pytest.param(name, marks=() if name in SPREAD else pytest.mark.full) for name in ALL]
+
+
+def by_default(*names: str, of: Sequence[str] = ALL) -> list[Any]:
+    """Parameters for a test: those it has by default, and the others in the full run."""
+    return [pytest.param(name, marks=() if name in names else pytest.mark.full) for name in of]
+
+
+COVER = by_default(*SPREAD)
 GLOBAL_BATCH = 8
 SAMPLES = 48
 
@@ -134,6 +141,7 @@ def trainer(strategy: Any, root: str, **arguments: Any) -> Trainer:
         "enable_model_summary": False,
         "default_root_dir": root,
         "num_sanity_val_steps": 0,
+        "limit_val_batches": 2,
     }
     return Trainer(**(settings | arguments))
 

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.conformance.support import (
-    ALL,
+    COVER,
     Regressor,
     assert_close,
     assert_equal,
+    by_default,
     load,
     rank,
     samples,
@@ -50,9 +51,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
     return root, _chain("one", str(root))
 
 
-@pytest.mark.parametrize(
-    "partition", [pytest.param(name, marks=() if name in ("nig", "iig", "ggg") else pytest.mark.full) for name in ALL]
-)
+@pytest.mark.parametrize("partition", by_default("nig", "iig", "ggg"))
 def test_a_chain_of_entry_points_with_a_checkpoint_after_each_equals_one_process(
     pool: Pool, tmp_path: Path, one_process: tuple[Path, dict[str, Any]], partition: str
 ) -> None:
@@ -96,7 +95,7 @@ def _with_sanity_check(partition: str, root: str, steps: int) -> tuple[list[bool
     return stages, values(module)
 
 
-@pytest.mark.parametrize("partition", ["nnn", "iig", "ggg"])
+@pytest.mark.parametrize("partition", by_default("nnn", "iig", of=["nnn", "iig", "ggg"]))
 def test_the_sanity_check_runs_and_changes_nothing(pool: Pool, tmp_path: Path, partition: str) -> None:
     with_it = pool.run(_with_sanity_check, partition, str(tmp_path), 2)
     without = pool.run(_with_sanity_check, partition, str(tmp_path), 0)
@@ -112,7 +111,7 @@ def _predict_ten(strategy: str, root: str) -> list[Any]:
     return [row.numpy() for row in predictions]
 
 
-@pytest.mark.parametrize("partition", ALL)
+@pytest.mark.parametrize("partition", COVER)
 def test_ten_samples_are_predicted_on_four_ranks_once_each(pool: Pool, tmp_path: Path, partition: str) -> None:
     expected = _predict_ten("one", str(tmp_path))
     by_rank = pool.run(_predict_ten, partition, str(tmp_path))
@@ -152,7 +151,7 @@ def _generate(partition: str, root: str) -> tuple[list[float], list[float], dict
     return module.lengths, [last], values(module)
 
 
-@pytest.mark.parametrize("partition", ALL)
+@pytest.mark.parametrize("partition", COVER)
 def test_validation_between_steps_may_run_forwards_of_different_length_on_every_rank(
     pool: Pool, tmp_path: Path, partition: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_paro import ParoStrategy
 from tests.conformance.support import Regressor, assert_close, load, rank, samples, trainer, values
-from tests.distributed.pool import WORLD_SIZE, Pool
+from tests.distributed.pool import WORLD_SIZE, Pool, free_port
 
 
 def test_trap_1_the_strategy_says_that_it_is_distributed(tmp_path: Path) -> None:
@@ -167,35 +169,59 @@ def test_trap_5_a_class_path_without_arguments_is_taken_for_a_name_and_the_error
 
 
 class _Inferring(Regressor):
-    """Evaluates under inference mode, as Lightning does on NCCL and not on gloo, before training and between steps."""
+    """Notes where Lightning evaluates under inference mode: on NCCL in every entry point but fit, on gloo nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inferring: set[tuple[TrainerFn | None, bool]] = set()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        assert torch.is_inference_mode_enabled()
+        self.inferring.add((self.trainer.state.fn, torch.is_inference_mode_enabled()))
         super().validation_step(batch, batch_idx)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert not torch.is_inference_mode_enabled()
 
 
+def _trap_6(run: Trainer, module: Regressor) -> tuple[list[float], dict[str, Any]]:
+    """The losses before and after a fit, and the weights at the end."""
+    losses = []
+    for fit in (True, False):
+        (metrics,) = run.validate(module, verbose=False)
+        losses.append(metrics["val_loss"])
+        if fit:
+            run.fit(module)
+    return losses, values(module)
+
+
+def _rank_of_trap_6(
+    rank: int, port: int, partition: str, group_size: int, root: str, expected: tuple[list[float], dict[str, Any]]
+) -> None:
+    """All in one process, so that what is born under inference mode is still there in training."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="trap 6",
+    )  # fmt: skip
+    module = _Inferring().double()
+    settings = {"accelerator": "gpu", "devices": 2, "precision": "64-true", "num_sanity_val_steps": 2}
+    run = trainer(ParoStrategy(partition, group_size=group_size), root, val_check_interval=2, **settings)
+    losses, weights = _trap_6(run, module)
+    assert module.inferring == {(TrainerFn.VALIDATING, True), (TrainerFn.FITTING, False)}
+    assert_close(losses, expected[0], tolerance=1e-6)
+    assert_close(weights, expected[1])
+    torch.distributed.destroy_process_group()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("group_size", [1, 2])
 @pytest.mark.parametrize("partition", ["nnn", "nig", "iig", "ggg"])
-def test_trap_6_what_is_born_in_the_sanity_check_under_inference_mode_can_be_trained(
-    tmp_path: Path, partition: str
+def test_trap_6_what_is_born_in_a_validation_under_inference_mode_can_be_trained(
+    tmp_path: Path, partition: str, group_size: int
 ) -> None:
-    settings = {"accelerator": "gpu", "precision": "64-true", "num_sanity_val_steps": 2, "val_check_interval": 2}
-    oracle = Regressor().double()
-    single = trainer("one", str(tmp_path), precision="64-true")
-    single.fit(oracle)
-    loss = float(single.callback_metrics["val_loss"])
-    for group_size in (1, 2):
-        module = _Inferring().double()
-        strategy = ParoStrategy(partition, group_size=group_size, start_method="spawn")
-        run = trainer(strategy, str(tmp_path), devices=2, **settings)
-        run.fit(module)
-        assert_close(values(module), values(oracle))
-        (metrics,) = run.validate(module, verbose=False)
-        assert_close(metrics["val_loss"], loss, tolerance=1e-6)
+    root = str(tmp_path)
+    expected = _trap_6(trainer("one", root, precision="64-true"), Regressor().double())
+    torch.multiprocessing.spawn(_rank_of_trap_6, (free_port(), partition, group_size, root, expected), nprocs=2)
 
 
 def test_trap_8_the_sampler_knows_of_all_nodes(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,14 @@ def _fit(strategy: str, root: str, kind: type[Regressor], precision: str) -> dic
 
 
 @pytest.mark.parametrize(
-    ("kind", "partition"),
-    [(kind, p) for kind in (Normalised, Assigned) for p in ("nng", "iig", "ggg")]
-    + [(kind, p) for kind in (Clamped, StartedAnew) for p in ("nnn", "nig")],
+    ("precision", "kind", "partition"),
+    [  # by default every kind in every precision, and every kind with every partition
+        pytest.param(precision, kind, name, marks=() if (number + other) % 2 else pytest.mark.full)
+        for kinds, names in (((Normalised, Assigned), ("nng", "iig", "ggg")), ((Clamped, StartedAnew), ("nnn", "nig")))
+        for number, (kind, name) in enumerate(product(kinds, names))
+        for other, precision in enumerate(["64-true", "bf16-mixed"])
+    ],
 )
-@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
 def test_what_is_written_in_place_is_kept_as_in_one_process(
     pool: Pool, tmp_path: Path, kind: type[Regressor], partition: str, precision: str
 ) -> None:
@@ -94,8 +98,15 @@ def _find_rate(strategy: str, root: str, precision: str) -> tuple[dict[str, Any]
     return before, values(module), found.results["loss"]
 
 
-@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
-@pytest.mark.parametrize("partition", ["nng", "iig"])
+@pytest.mark.parametrize(
+    ("partition", "precision"),
+    [
+        ("nng", "64-true"),
+        ("iig", "bf16-mixed"),
+        pytest.param("nng", "bf16-mixed", marks=pytest.mark.full),
+        pytest.param("iig", "64-true", marks=pytest.mark.full),
+    ],
+)
 def test_the_search_for_a_learning_rate_puts_the_weights_back(
     pool: Pool, tmp_path: Path, partition: str, precision: str
 ) -> None:

@@ -33,7 +33,8 @@ from tests.distributed.comparing import Values, differences, values_of
 from tests.distributed.pool import WORLD_SIZE, Pool
 
 ALL = tuple(str(partition) for partition in Partition.valid())
-SOME = ("nnn", "nig", "iig", "igg", "ggg")  # every granularity of everything, in five
+SOME = ("nnn", "nig", "iii", "iig", "igg", "ggg")  # every granularity of everything
+FEW = ("nnn", "iig", "ggg")  # every granularity of parameters and of gradients
 P_WHOLE = tuple(name for name in ALL if name[0] == "n")
 TOLERANCE = 1e-10
 
@@ -166,7 +167,7 @@ def failing(scenario: Scenario, partitions: Iterable[str], expected: Values, **o
     return found
 
 
-def assert_as_alone(pool: Pool, scenario: Scenario, partitions: Iterable[str] = SOME, **options: Any) -> None:
+def assert_as_alone(pool: Pool, scenario: Scenario, partitions: Iterable[str], **options: Any) -> None:
     expected = train(scenario, Alone())
     assert expected
     for rank, wrong in enumerate(pool.run(failing, scenario, tuple(partitions), expected, **options)):
@@ -213,6 +214,6 @@ def adamw(model: nn.Module, lr: float = 1e-2) -> torch.optim.AdamW:
 
 
 __all__ = [
-    "ALL", "P_WHOLE", "SOME", "Alone", "Block", "PrecisionPolicy", "Sharded", "Stack", "adamw", "assert_as_alone",
-    "failing", "share", "train",
+    "ALL", "FEW", "P_WHOLE", "SOME", "Alone", "Block", "PrecisionPolicy", "Sharded", "Stack", "adamw",
+    "assert_as_alone", "failing", "share", "train",
 ]  # fmt: skip

@@ -63,7 +63,6 @@ class Setting(NamedTuple):
         return f"{self.partition} {WORLD_SIZE // self.group_size}x{self.group_size}"
 
 
-EVERY_PARTITION = [Setting(str(partition)) for partition in Partition.valid()]
 SPREAD = [Setting(partition) for partition in ("iig", "nig", "ggg", "nnn")]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.distributed.loops import ALL, Alone, Block, Stack, adamw, assert_as_alone, failing, share
+from tests.distributed.loops import Alone, Block, Stack, adamw, assert_as_alone, failing, share
 from tests.distributed.pool import Pool, WorkerError
 
 
@@ -291,8 +291,8 @@ PLAIN_LOOPS = [
 
 
 @pytest.mark.parametrize("scenario", PLAIN_LOOPS, ids=lambda scenario: scenario.__name__.strip("_"))
-def test_equals_one_process(pool: Pool, scenario: Any) -> None:
-    assert_as_alone(pool, scenario)
+def test_equals_one_process(pool: Pool, few: tuple[str, ...], scenario: Any) -> None:
+    assert_as_alone(pool, scenario, few)
 
 
 def _two_forwards_one_backward(loop: Alone) -> nn.Module:
@@ -432,9 +432,11 @@ OWN_LOOPS = [
 
 
 @pytest.mark.parametrize("scenario", OWN_LOOPS, ids=lambda scenario: scenario.__name__.strip("_"))
-def test_own_loop_equals_one_process(pool: Pool, scenario: Any) -> None:
-    assert_as_alone(pool, scenario)
+def test_own_loop_equals_one_process(pool: Pool, few: tuple[str, ...], scenario: Any) -> None:
+    assert_as_alone(pool, scenario, few)
 
 
-def test_training_goes_on_after_an_exception_in_backward_under_all_partitions(pool: Pool) -> None:
-    assert_as_alone(pool, _exception_in_backward, ALL)
+def test_training_goes_on_after_an_exception_in_backward_under_all_partitions(
+    pool: Pool, some: tuple[str, ...]
+) -> None:
+    assert_as_alone(pool, _exception_in_backward, some)

@@ -181,7 +181,7 @@ def _differing_bytes(topology: tuple[int, int], micro_batches: int) -> list[str]
     return found
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids="{0[0]}x{0[1]}".format)
 def test_bytes_sent_in_a_step_equal_the_formula(pool: Pool, topology: tuple[int, int], micro_batches: int) -> None:
     for rank, wrong in enumerate(pool.run(_differing_bytes, topology, micro_batches)):
@@ -304,7 +304,10 @@ def _all_wrongly_held(topology: tuple[int, int], width: int) -> list[str]:
         gc.unfreeze()
 
 
-@pytest.mark.parametrize(("topology", "width"), [((1, 4), 4), ((2, 2), 4), ((2, 2), 2), ((4, 1), 4)])
+@pytest.mark.parametrize(
+    ("topology", "width"),
+    [((2, 2), 4), ((2, 2), 2), *(pytest.param(t, 4, marks=pytest.mark.full) for t in ((1, 4), (4, 1)))],
+)
 def test_model_state_alive_between_micro_batches_equals_the_formula(
     pool: Pool, topology: tuple[int, int], width: int
 ) -> None:

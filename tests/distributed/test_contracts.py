@@ -82,8 +82,8 @@ def _bare_backwards(loop: Alone) -> nn.Module:
     return model
 
 
-def test_a_bare_backward_is_refused_and_does_no_harm(pool: Pool) -> None:
-    assert_as_alone(pool, _bare_backwards)
+def test_a_bare_backward_is_refused_and_does_no_harm(pool: Pool, few: tuple[str, ...]) -> None:
+    assert_as_alone(pool, _bare_backwards, few)
 
 
 def _steps_with_something_left(loop: Alone) -> nn.Module:
@@ -106,8 +106,8 @@ def _steps_with_something_left(loop: Alone) -> nn.Module:
     return model
 
 
-def test_a_step_with_gradients_left_at_g_is_refused_and_does_no_harm(pool: Pool) -> None:
-    assert_as_alone(pool, _steps_with_something_left)
+def test_a_step_with_gradients_left_at_g_is_refused_and_does_no_harm(pool: Pool, few: tuple[str, ...]) -> None:
+    assert_as_alone(pool, _steps_with_something_left, few)
 
 
 def _graph_older_than_the_step(partition: str) -> str:
@@ -155,8 +155,8 @@ def _aborted_steps(loop: Alone) -> nn.Module:
     return model
 
 
-def test_a_step_may_be_aborted_anywhere(pool: Pool) -> None:
-    assert_as_alone(pool, _aborted_steps)
+def test_a_step_may_be_aborted_anywhere(pool: Pool, few: tuple[str, ...]) -> None:
+    assert_as_alone(pool, _aborted_steps, few)
 
 
 # ---- gradients a user sees ----------------------------------------------------------------------------------
@@ -240,8 +240,8 @@ def _cleared_in_every_way(loop: Alone) -> nn.Module:
     return model
 
 
-def test_gradients_are_cleared_by_module_and_optimizer_to_none_and_to_zero(pool: Pool) -> None:
-    assert_as_alone(pool, _cleared_in_every_way)
+def test_gradients_are_cleared_by_module_and_optimizer_to_none_and_to_zero(pool: Pool, few: tuple[str, ...]) -> None:
+    assert_as_alone(pool, _cleared_in_every_way, few)
 
 
 def _assigned_gradient(partition: str) -> list[str]:
@@ -412,8 +412,8 @@ def _changed_by_hand(loop: Alone) -> nn.Module:
     return model
 
 
-def test_changes_inside_full_parameters_are_kept_with_writeback(pool: Pool) -> None:
-    assert_as_alone(pool, _changed_by_hand)
+def test_changes_inside_full_parameters_are_kept_with_writeback(pool: Pool, few: tuple[str, ...]) -> None:
+    assert_as_alone(pool, _changed_by_hand, few)
 
 
 def _looked_at(partition: str) -> list[str]:

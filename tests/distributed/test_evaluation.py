@@ -8,15 +8,13 @@ from torch import nn
 
 from tests.distributed.pool import WORLD_SIZE, Pool
 
-ALL = ["nnn", "nni", "nng", "nii", "nig", "ngg", "ini", "ing", "iii", "iig", "igg", "gng", "gig", "ggg"]
-
 
 def _net() -> nn.ModuleDict:
     torch.manual_seed(0)
     return nn.ModuleDict({"embed": nn.Embedding(11, 7), "blocks": nn.ModuleList(nn.Linear(7, 7) for _ in range(3))})
 
 
-def _evaluate(partitions: list[str], group_size: int, whole: bool) -> list[str]:
+def _evaluate(partitions: tuple[str, ...], group_size: int, whole: bool) -> list[str]:
     from lightning_paro.collectives import ProcessGroups
     from lightning_paro.sharding import Engine
     from lightning_paro.topology import Granularity, Partition, Topology
@@ -46,5 +44,7 @@ def _evaluate(partitions: list[str], group_size: int, whole: bool) -> list[str]:
 
 @pytest.mark.parametrize("group_size", [1, 2, 4])
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "joint"])
-def test_ranks_may_run_different_numbers_of_forwards(pool: Pool, group_size: int, whole: bool) -> None:
-    assert pool.run(_evaluate, ALL, group_size, whole) == [[]] * WORLD_SIZE
+def test_ranks_may_run_different_numbers_of_forwards(
+    pool: Pool, some: tuple[str, ...], group_size: int, whole: bool
+) -> None:
+    assert pool.run(_evaluate, some, group_size, whole) == [[]] * WORLD_SIZE

@@ -15,7 +15,6 @@ from lightning_paro.strategies.precision import adopt
 from tests.distributed.pool import Pool
 from tests.distributed.precision_table import BF16, FP32, FP64, ROWS, Row, lightning_plugin, start
 from tests.distributed.sessions import (
-    EVERY_PARTITION,
     SPREAD,
     Cell,
     Session,
@@ -187,8 +186,10 @@ def _train_quantised(precision: str, settings: list[Setting]) -> None:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_parameters_that_autocast_leaves_alone_are_sharded_and_gathered_unchanged(pool: Pool, precision: str) -> None:
-    pool.run(_train_quantised, precision, EVERY_PARTITION)
+def test_parameters_that_autocast_leaves_alone_are_sharded_and_gathered_unchanged(
+    pool: Pool, some: tuple[str, ...], precision: str
+) -> None:
+    pool.run(_train_quantised, precision, list(map(Setting, some)))
 
 
 def _train_unfrozen(settings: list[Setting]) -> None:
@@ -212,9 +213,9 @@ def _train_unfrozen(settings: list[Setting]) -> None:
         assert session.module.frozen.tolist() == [exact.item()] * 5, setting
 
 
-def test_frozen_parameters_get_a_master_on_all_ranks_once_they_are_trained(pool: Pool) -> None:
+def test_frozen_parameters_get_a_master_on_all_ranks_once_they_are_trained(pool: Pool, some: tuple[str, ...]) -> None:
     """Five elements of two groups of two: two ranks hold no slice of them, and must take part all the same."""
-    pool.run(_train_unfrozen, EVERY_PARTITION)
+    pool.run(_train_unfrozen, list(map(Setting, some)))
 
 
 class Several(nn.Module):

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_paro.sharding import _units
 from tests.distributed.comparing import Values, differences, values_of
-from tests.distributed.loops import SOME, TOLERANCE, Alone, Block, Sharded, Stack, adamw, assert_as_alone, share
+from tests.distributed.loops import TOLERANCE, Alone, Block, Sharded, Stack, adamw, assert_as_alone, share
 from tests.distributed.pool import Pool
 
 
@@ -99,8 +99,8 @@ def _encoder_decoder(loop: Alone) -> nn.Module:
         _encoder_decoder,
     ],
 )
-def test_models_of_transformers_and_peft_equal_one_process(pool: Pool, scenario: Any) -> None:
-    assert_as_alone(pool, scenario)
+def test_models_of_transformers_and_peft_equal_one_process(pool: Pool, few: tuple[str, ...], scenario: Any) -> None:
+    assert_as_alone(pool, scenario, few)
 
 
 def _train_compiled(loop: Alone, before: bool) -> nn.Module:
@@ -137,8 +137,8 @@ def _compiled_after_sharding(loop: Alone) -> nn.Module:
 
 
 @pytest.mark.parametrize("scenario", [_compiled_before_sharding, _compiled_after_sharding])
-def test_compiled_blocks_equal_one_process(pool: Pool, scenario: Any) -> None:
-    assert_as_alone(pool, scenario)
+def test_compiled_blocks_equal_one_process(pool: Pool, few: tuple[str, ...], scenario: Any) -> None:
+    assert_as_alone(pool, scenario, few)
 
 
 class Large(nn.Module):
@@ -181,8 +181,8 @@ def _large_embedding_and_head(loop: Alone) -> nn.Module:
     return model
 
 
-def test_a_large_embedding_and_head_are_units_of_their_own(pool: Pool) -> None:
-    assert_as_alone(pool, _large_embedding_and_head)
+def test_a_large_embedding_and_head_are_units_of_their_own(pool: Pool, few: tuple[str, ...]) -> None:
+    assert_as_alone(pool, _large_embedding_and_head, few)
 
 
 class Nested(Block):
@@ -215,8 +215,8 @@ def _nested_units(loop: Alone) -> nn.Module:
     return model
 
 
-def test_units_inside_units_equal_one_process(pool: Pool) -> None:
-    assert_as_alone(pool, _nested_units, SOME, units=(Block,))
+def test_units_inside_units_equal_one_process(pool: Pool, few: tuple[str, ...]) -> None:
+    assert_as_alone(pool, _nested_units, few, units=(Block,))
 
 
 class Normalised(nn.Module):
@@ -259,12 +259,12 @@ def _normalised(loop: Alone, accumulation: int) -> nn.Module:
     return model
 
 
-def _differing_from_ddp(accumulation: int) -> list[str]:
+def _differing_from_ddp(partitions: tuple[str, ...], accumulation: int) -> list[str]:
     rank = torch.distributed.get_rank()
     torch.manual_seed(rank)
     expected = _normalised_by_ddp(accumulation)
     found = []
-    for partition in SOME:
+    for partition in partitions:
         torch.manual_seed(rank)
         loop = Sharded(partition)
         model = _normalised(loop, accumulation)
@@ -277,6 +277,6 @@ def _differing_from_ddp(accumulation: int) -> list[str]:
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_batch_norm_equals_ddp(pool: Pool, accumulation: int) -> None:
-    for wrong in pool.run(_differing_from_ddp, accumulation):
+def test_batch_norm_equals_ddp(pool: Pool, few: tuple[str, ...], accumulation: int) -> None:
+    for wrong in pool.run(_differing_from_ddp, few, accumulation):
         assert not wrong, "\n".join(wrong)

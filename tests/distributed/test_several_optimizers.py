@@ -134,5 +134,5 @@ def _steps_after_all_backwards(loop: Alone) -> nn.Module:
         _steps_after_all_backwards,
     ],
 )
-def test_two_optimizers_in_turn_equal_one_process(pool: Pool, scenario: Any) -> None:
-    assert_as_alone(pool, scenario)
+def test_two_optimizers_in_turn_equal_one_process(pool: Pool, few: tuple[str, ...], scenario: Any) -> None:
+    assert_as_alone(pool, scenario, few)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.loops import ALL, P_WHOLE, Alone, Block, Sharded, Stack, adamw, assert_as_alone, share
+from tests.distributed.loops import P_WHOLE, Alone, Block, Sharded, Stack, adamw, assert_as_alone, share
 from tests.distributed.pool import Pool
 
 
@@ -56,8 +56,8 @@ def _branches_differ_by_rank(loop: Alone) -> nn.Module:
     return model
 
 
-def test_parameters_unused_on_some_ranks_inside_units_that_all_run(pool: Pool) -> None:
-    assert_as_alone(pool, _branches_differ_by_rank, ALL)
+def test_parameters_unused_on_some_ranks_inside_units_that_all_run(pool: Pool, some: tuple[str, ...]) -> None:
+    assert_as_alone(pool, _branches_differ_by_rank, some)
 
 
 def _blocks_differ_by_rank(loop: Alone) -> nn.Module:
@@ -91,9 +91,9 @@ def _unused_everywhere_in_some_steps(loop: Alone) -> nn.Module:
     return model
 
 
-def test_parameters_unused_on_all_ranks_are_not_decayed(pool: Pool) -> None:
+def test_parameters_unused_on_all_ranks_are_not_decayed(pool: Pool, few: tuple[str, ...]) -> None:
     """Their gradient is None in one process: AdamW neither moves them nor counts a step of theirs."""
-    assert_as_alone(pool, _unused_everywhere_in_some_steps)
+    assert_as_alone(pool, _unused_everywhere_in_some_steps, few)
 
 
 def _zeroed_not_forgotten(loop: Alone) -> nn.Module:
@@ -109,8 +109,8 @@ def _zeroed_not_forgotten(loop: Alone) -> nn.Module:
     return model
 
 
-def test_gradients_set_to_zero_decay_parameters_as_in_one_process(pool: Pool) -> None:
-    assert_as_alone(pool, _zeroed_not_forgotten)
+def test_gradients_set_to_zero_decay_parameters_as_in_one_process(pool: Pool, few: tuple[str, ...]) -> None:
+    assert_as_alone(pool, _zeroed_not_forgotten, few)
 
 
 def _requires_grad_toggled(loop: Alone) -> nn.Module:
@@ -130,8 +130,8 @@ def _requires_grad_toggled(loop: Alone) -> nn.Module:
     return model
 
 
-def test_requires_grad_toggled_between_steps(pool: Pool) -> None:
-    assert_as_alone(pool, _requires_grad_toggled)
+def test_requires_grad_toggled_between_steps(pool: Pool, few: tuple[str, ...]) -> None:
+    assert_as_alone(pool, _requires_grad_toggled, few)
 
 
 def _toggled_within_an_accumulation_window(loop: Alone) -> nn.Module:
@@ -149,8 +149,8 @@ def _toggled_within_an_accumulation_window(loop: Alone) -> nn.Module:
     return model
 
 
-def test_requires_grad_toggled_within_an_accumulation_window(pool: Pool) -> None:
-    assert_as_alone(pool, _toggled_within_an_accumulation_window)
+def test_requires_grad_toggled_within_an_accumulation_window(pool: Pool, few: tuple[str, ...]) -> None:
+    assert_as_alone(pool, _toggled_within_an_accumulation_window, few)
 
 
 def _frozen_at_setup_then_added(loop: Alone) -> nn.Module:
@@ -175,8 +175,8 @@ def _frozen_at_setup_then_added(loop: Alone) -> nn.Module:
     return model
 
 
-def test_parameters_frozen_at_setup_and_added_to_the_optimizer_later(pool: Pool) -> None:
-    assert_as_alone(pool, _frozen_at_setup_then_added)
+def test_parameters_frozen_at_setup_and_added_to_the_optimizer_later(pool: Pool, few: tuple[str, ...]) -> None:
+    assert_as_alone(pool, _frozen_at_setup_then_added, few)
 
 
 def _frozen_at_setup_but_in_the_optimizer(loop: Alone) -> nn.Module:
@@ -194,8 +194,8 @@ def _frozen_at_setup_but_in_the_optimizer(loop: Alone) -> nn.Module:
     return model
 
 
-def test_parameters_frozen_at_setup_that_the_optimizer_held_all_along(pool: Pool) -> None:
-    assert_as_alone(pool, _frozen_at_setup_but_in_the_optimizer)
+def test_parameters_frozen_at_setup_that_the_optimizer_held_all_along(pool: Pool, few: tuple[str, ...]) -> None:
+    assert_as_alone(pool, _frozen_at_setup_but_in_the_optimizer, few)
 
 
 def _param_groups_and_scheduler(loop: Alone) -> nn.Module:
@@ -221,8 +221,8 @@ def _param_groups_and_scheduler(loop: Alone) -> nn.Module:
     return model
 
 
-def test_param_groups_of_their_own_settings_and_a_scheduler(pool: Pool) -> None:
-    assert_as_alone(pool, _param_groups_and_scheduler)
+def test_param_groups_of_their_own_settings_and_a_scheduler(pool: Pool, few: tuple[str, ...]) -> None:
+    assert_as_alone(pool, _param_groups_and_scheduler, few)
 
 
 def _validation_between_steps(loop: Alone, whole: bool) -> nn.Module:
@@ -254,8 +254,10 @@ def _validation_with_joint_gathers(loop: Alone) -> nn.Module:
 
 
 @pytest.mark.parametrize("scenario", [_validation_with_whole_units, _validation_with_joint_gathers])
-def test_ranks_may_run_different_numbers_of_forwards_in_evaluation(pool: Pool, scenario: object) -> None:
-    assert_as_alone(pool, scenario)  # type: ignore[arg-type]
+def test_ranks_may_run_different_numbers_of_forwards_in_evaluation(
+    pool: Pool, few: tuple[str, ...], scenario: object
+) -> None:
+    assert_as_alone(pool, scenario, few)  # type: ignore[arg-type]
 
 
 def _paths_that_differ(loop: Alone, paths: list[tuple[int, ...]]) -> nn.Module:

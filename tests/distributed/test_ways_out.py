@@ -131,8 +131,8 @@ def _through_full_parameters(loop: Alone) -> nn.Module:
     "scenario",
     [_left_on_the_module, _in_an_object, _in_a_kind_of_dict, _through_torch_func, _through_full_parameters],
 )
-def test_other_ways_out_of_a_unit_equal_one_process(pool: Pool, scenario: Any) -> None:
-    assert_as_alone(pool, scenario)
+def test_other_ways_out_of_a_unit_equal_one_process(pool: Pool, few: tuple[str, ...], scenario: Any) -> None:
+    assert_as_alone(pool, scenario, few)
 
 
 class Hiding(WithAux):
