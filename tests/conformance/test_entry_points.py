@@ -51,7 +51,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
     return root, _chain("one", str(root))
 
 
-@pytest.mark.parametrize("partition", by_default("nig", "iig", "ggg"))
+@pytest.mark.parametrize("partition", by_default("iig", "ggg"))
 def test_a_chain_of_entry_points_with_a_checkpoint_after_each_equals_one_process(
     pool: Pool, tmp_path: Path, one_process: tuple[Path, dict[str, Any]], partition: str
 ) -> None:

@@ -78,9 +78,11 @@ def _train_each(makes: dict[str, Make], session: Session) -> dict[str, Any]:
     return session.values()
 
 
-@pytest.mark.parametrize("setting", SPREAD, ids=str)
-def test_every_elementwise_optimizer_of_torch_equals_one_process(pool: Pool, setting: Setting) -> None:
-    check(pool.run(differing, partial(_train_each, KNOWN), partial(bank, *KNOWN), [setting]))
+@pytest.mark.parametrize(
+    "partition", ["nnn", "iig", *(pytest.param(p, marks=pytest.mark.full) for p in ("nig", "ggg"))]
+)
+def test_every_elementwise_optimizer_of_torch_equals_one_process(pool: Pool, partition: str) -> None:
+    check(pool.run(differing, partial(_train_each, KNOWN), partial(bank, *KNOWN), [Setting(partition)]))
 
 
 CUSTOM: dict[str, Make] = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_paro.collectives import _compat
 from tests.distributed.pool import Pool
 from tests.distributed.precision_table import BF16, FP32, FP64, TABLE, Row, start
-from tests.distributed.sessions import SPREAD, Session, Setting
+from tests.distributed.sessions import Session, Setting
 
 
 class Watched(nn.Module):
@@ -172,7 +172,10 @@ def wires(row: Row, os: str) -> set[tuple[str, str, torch.dtype]]:
     return legs | {("all_gather", "intra_gather", row.intra if os == "n" else row.parameters)}
 
 
+@pytest.mark.parametrize(
+    "partitions", [("nnn", "iig", "gig"), pytest.param(("nig", "ggg", "iii", "nng"), marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: " ".join([row.precision, *map("=".join, row.options.items())]))
-def test_every_cell_of_the_precision_table(pool: Pool, row: Row) -> None:
-    for wrong in pool.run(_check_row, row, [*SPREAD, Setting("gig"), Setting("iii"), Setting("nng")]):
+def test_every_cell_of_the_precision_table(pool: Pool, row: Row, partitions: tuple[str, ...]) -> None:
+    for wrong in pool.run(_check_row, row, list(map(Setting, partitions))):
         assert not wrong, "\n".join(wrong)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_paro.sharding import load_optimizer_state_dict, optimizer_state_dict
 from tests.custom_optimizers import HeavyBall
 from tests.distributed.pool import Pool, WorkerError
-from tests.distributed.sessions import SPREAD, Bank, Cell, Session, Setting, start
+from tests.distributed.sessions import Bank, Cell, Session, Setting, start
 
 MAKES: dict[str, Callable[[Any], Optimizer]] = {
     "AdamW": partial(torch.optim.AdamW, lr=0.1, amsgrad=True),
@@ -128,8 +128,15 @@ def _save(settings: list[Setting]) -> list[str]:
     return found
 
 
-def test_a_saved_state_is_that_of_one_process_before_and_after_close(pool: Pool) -> None:
-    for wrong in pool.run(_save, [*SPREAD, Setting("gig", 4), Setting("iii", 1)]):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [Setting("nnn"), Setting("iig"), Setting("gig", 4)],
+        pytest.param([Setting("nig"), Setting("ggg"), Setting("iii", 1)], marks=pytest.mark.full),
+    ],
+)
+def test_a_saved_state_is_that_of_one_process_before_and_after_close(pool: Pool, settings: list[Setting]) -> None:
+    for wrong in pool.run(_save, settings):
         assert not wrong, "\n".join(wrong)
 
 
