@@ -20,7 +20,10 @@ from lightning_paro.collectives._groups import ProcessGroups
 from lightning_paro.collectives._lanes import Lanes, Steps
 from lightning_paro.topology import Granularity
 
-__all__ = ["Ladder", "Traffic"]
+__all__ = ["BUCKET_BYTES", "Ladder", "Traffic"]
+
+BUCKET_BYTES = 128_000_000
+"""What moves by one launch, whole. Smaller launches cost more time than they save memory, on what we have measured."""
 
 N, I, G = Granularity  # noqa: E741
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lightning_paro.collectives import BUCKET_BYTES
 from lightning_paro.topology import Granularity, Partition, Topology
 
 __all__ = ["Cost", "Network", "StateBytes", "Workload", "cost", "hpz"]
@@ -131,6 +132,7 @@ class Workload:
         activations: Bytes of activations on a rank.
         rest: Number of parameters outside all units, which stay gathered for a whole step.
         largest_unit: Number of parameters of the largest unit.
+        bucket_bytes: What moves by one launch, whole, as ParoStrategy's.
         sizes: Bytes per parameter.
 
     Raises:
@@ -144,6 +146,7 @@ class Workload:
     activations: float = 0.0
     rest: float = 0.0
     largest_unit: float = 0.0
+    bucket_bytes: float = BUCKET_BYTES
     sizes: StateBytes = field(default_factory=StateBytes)
 
     def __post_init__(self) -> None:
@@ -155,7 +158,7 @@ class Workload:
             )
         if self.accumulate < 1:
             raise ValueError(f"accumulate must be at least 1 micro-batch a step, got {self.accumulate}.")
-        for name in ("compute", "activations", "rest", "largest_unit"):
+        for name in ("compute", "activations", "rest", "largest_unit", "bucket_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} cannot be negative, got {getattr(self, name)}.")
 
@@ -256,9 +259,15 @@ def _state_bytes(partition: Partition, workload: Workload, topology: Topology) -
 
 
 def _in_motion_bytes(partition: Partition, workload: Workload) -> float:
-    """Units that are gathered at once, and their gradients on the way down: the rest, and the largest unit."""
-    whole = workload.rest + workload.largest_unit
+    """What is whole for a while: the rest, a bucket in use and one ahead; of gradients one filled and two on their way.
+
+    Nothing is known of a model of which only the size is given.
+    """
+    units = workload.parameters - workload.rest
+    if not workload.rest and not workload.largest_unit:
+        return 0.0
+    bucket = max(workload.largest_unit, workload.bucket_bytes / workload.sizes.parameters)
+    gathered = workload.sizes.parameters * (workload.rest + min(2 * bucket, units)) if partition.p else 0.0
     share = workload.trained / workload.parameters
-    gathered = workload.sizes.parameters * whole if partition.p else 0.0
-    reduced = workload.sizes.intra * whole * share if partition.g else 0.0
+    reduced = workload.sizes.intra * share * min(3 * bucket, workload.parameters) if partition.g else 0.0
     return gathered + reduced

@@ -105,6 +105,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "activation_bytes": workload.activations,
             "rest": workload.rest,
             "largest_unit": workload.largest_unit,
+            "bucket_bytes": workload.bucket_bytes,
             "bytes_per_parameter": vars(workload.sizes),
             "memory_bytes": plan.memory,
             "collectives": plan.algorithm,

@@ -1,5 +1,6 @@
 """PaRO-DP: sharded data parallelism in plain torch. Nothing here knows Lightning."""
 
+from lightning_paro.sharding._consensus import agree
 from lightning_paro.sharding._engine import Engine
 from lightning_paro.sharding._policy import PrecisionPolicy
 from lightning_paro.sharding._state_dict import load_optimizer_state_dict, optimizer_state_dict
@@ -9,6 +10,7 @@ __all__ = [
     "Engine",
     "PrecisionPolicy",
     "UnitSpec",
+    "agree",
     "find_units",
     "load_optimizer_state_dict",
     "optimizer_state_dict",

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
 from lightning_paro.sharding._descent import Descent
 from lightning_paro.sharding._flat import Flat
 from lightning_paro.sharding._unit import Unit
@@ -35,7 +41,25 @@ class Backward:
         self._queue: dict[Flat, None] = {}  # in order
         self._reached: list[Unit] = []
         self._taking_part: frozenset[Flat] = frozenset()
+        self._hooks: list[Any] = []
+        self._unhooked = [(flat, index) for flat in self._all for index in range(len(flat.slots))]
         self._is_boundary = False
+
+    def listen(self) -> None:
+        """Hook every parameter that requires a gradient by now; autograd refuses hooks on the others."""
+        waiting, self._unhooked = self._unhooked, []
+        for flat, index in waiting:
+            parameter = flat.slots[index].parameter
+            if parameter.requires_grad:
+                hook = _arrival(weakref.ref(self), weakref.ref(flat), index)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+            else:
+                self._unhooked.append((flat, index))
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def begin(self, is_boundary: bool) -> None:
         """Start of a backward whose gradients go down to rung g, and on to rung os if it is a boundary."""
@@ -127,3 +151,14 @@ class Backward:
         for flat in unit.flats:
             if flat in self._queue and not unit.is_kept:
                 self._take(flat)
+
+
+def _arrival(backward: weakref.ref[Backward], flat: weakref.ref[Flat], index: int) -> Callable[[Tensor], None]:
+    """A hook that owns nothing that owns its parameter: that would be a cycle the collector never frees."""
+
+    def hook(_: Tensor) -> None:
+        here, where = backward(), flat()
+        if here is not None and where is not None:
+            here.arrive(where, index)
+
+    return hook

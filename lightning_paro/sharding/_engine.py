@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -10,9 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_paro.collectives import Ladder, ProcessGroups, Traffic
+from lightning_paro.collectives import BUCKET_BYTES, Ladder, ProcessGroups, Traffic
 from lightning_paro.sharding._ascent import Ascent
 from lightning_paro.sharding._backward import Backward
+from lightning_paro.sharding._buffers import Buffers
 from lightning_paro.sharding._consensus import agree, check_same_model, describe_model, different_paths, maximum
 from lightning_paro.sharding._descent import Descent
 from lightning_paro.sharding._evaluation import Evaluation
@@ -23,10 +23,7 @@ from lightning_paro.sharding._unit import Unit
 from lightning_paro.sharding._units import UnitsArgument, UnitSpec, find_units
 from lightning_paro.topology import Granularity, Partition
 
-__all__ = ["BUCKET_BYTES", "Engine"]
-
-BUCKET_BYTES = 128_000_000
-"""Smaller launches cost more time than they save memory, on the networks that we have measured."""
+__all__ = ["Engine"]
 
 T = TypeVar("T")
 
@@ -77,8 +74,6 @@ class Engine:
         self.sync_gradients = True
         """Whether the next backward is a boundary, see :meth:`backward_begin`."""
         self._in_step = self._is_boundary = self._rest_is_held = False
-        self._hooks: list[Any] = []
-        self._modules: list[nn.Module] | None = None
 
         specs: list[UnitSpec] = []
 
@@ -118,9 +113,9 @@ class Engine:
             id(slot.parameter): (flat, index) for flat in self.flats for index, slot in enumerate(flat.slots)
         }
         self.evaluation = Evaluation(self.units, self._rest, groups)
-        self._sync_buffers(list(module.buffers()))
-        self._unhooked = [(flat, index) for flat in self.flats for index in range(len(flat.slots))]
-        self._install_gradient_hooks()
+        self._buffers = Buffers(module, groups, self.traffic)
+        self._buffers.sync_all()
+        self._backward.listen()
         self.traffic.reset()
 
     # ---- brackets -------------------------------------------------------------------------------------------
@@ -129,9 +124,9 @@ class Engine:
         """Start of a training step: forget what an interrupted one left, make the rest whole for the user to read."""
         self._reset()
         self._ascent.step_begin()
-        self._install_gradient_hooks()
+        self._backward.listen()
         if self.module.training:
-            self._sync_buffers(self._persistent_buffers())
+            self._buffers.sync_persistent()
         self._in_step = self._rest_is_held = True
         for unit in self._rest:
             unit.hold()
@@ -155,7 +150,7 @@ class Engine:
         If :attr:`sync_gradients` is set it is a boundary, whose gradients go all the way down to the optimizer's
         shards; otherwise they are accumulated at the rung of g.
         """
-        self._install_gradient_hooks()
+        self._backward.listen()
         self._is_boundary = self.sync_gradients
         self._backward.begin(self._is_boundary)
 
@@ -254,7 +249,7 @@ class Engine:
                     for entry in flat.entries:
                         if entry is not None:
                             shards.optimizer.state.pop(entry, None)
-        self._install_gradient_hooks()
+        self._backward.listen()
 
     def grad_norm(self, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
         """The 2-norm of the whole gradient, the same on all ranks. Collective.
@@ -400,8 +395,7 @@ class Engine:
         self._reset()
         for flat in self.flats:
             flat.cancel_update()
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._backward.close()
         for unit in self.units:
             unit.close()
         for shards in self.optimizers:
@@ -439,17 +433,6 @@ class Engine:
             for unit in self._rest:
                 unit.let_go()
 
-    def _install_gradient_hooks(self) -> None:
-        """Hook every parameter that requires a gradient by now; autograd refuses hooks on the others."""
-        waiting, self._unhooked = self._unhooked, []
-        for flat, index in waiting:
-            parameter = flat.slots[index].parameter
-            if parameter.requires_grad:
-                hook = _gradient_hook(weakref.ref(self), weakref.ref(flat), index)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-            else:
-                self._unhooked.append((flat, index))
-
     def _agree_on_used(self) -> None:
         """One small host-side exchange at a boundary: which parameters had a gradient, and who gathered what."""
         used = [index in flat.touched for flat in self._backward.flats for index in range(len(flat.slots))]
@@ -465,38 +448,3 @@ class Engine:
         for flat in self._backward.flats:
             flat.agree_on_used(index for index in range(len(flat.slots)) if values[position + index])
             position += len(flat.slots)
-
-    def _persistent_buffers(self) -> list[Tensor]:
-        """Buffers that a checkpoint keeps, running statistics among them; the others are constants."""
-        if self._modules is None:  # by now callbacks and hooks at the start of the run have added theirs
-            self._modules = list(self.module.modules())
-        return [
-            buffer
-            for module in self._modules
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set
-        ]
-
-    def _sync_buffers(self, buffers: list[Tensor]) -> None:
-        """Rank 0's buffers win, as in DDP."""
-        if self.topology.world_size == 1 or not buffers:
-            return
-        with torch.no_grad():
-            for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
-                alike = [buffer for buffer in buffers if buffer.dtype is dtype]
-                flat = torch.cat([buffer.reshape(-1) for buffer in alike])
-                torch.distributed.broadcast(flat, src=0)
-                self.traffic.control += flat.nbytes
-                for buffer, part in zip(alike, flat.split([b.numel() for b in alike]), strict=True):
-                    buffer.copy_(part.view(buffer.shape))
-
-
-def _gradient_hook(engine: weakref.ref[Engine], flat: weakref.ref[Flat], index: int) -> Callable[[Tensor], None]:
-    """A hook that owns neither its engine nor its parameter: either would be a cycle the collector never frees."""
-
-    def hook(_: Tensor) -> None:
-        here, where = engine(), flat()
-        if here is not None and where is not None:
-            here._backward.arrive(where, index)
-
-    return hook

@@ -57,7 +57,7 @@ class Flat(FlatValues):
         """Start of a backward: count the gradients that will arrive."""
         self._arrived.clear()
         with _not_asked():
-            self._expected = {index for index, p in enumerate(self._parameters) if p.requires_grad}
+            self._expected = {index for index, p in enumerate(self.shown.parameters) if p.requires_grad}
         self.pending = len(self._expected)
         if self.pending:
             self.unfreeze()
@@ -170,18 +170,18 @@ class Flat(FlatValues):
         """Before a backward: take the shown gradients off the parameters. One the user removed is cleared for good."""
         shown = self.used | self.open
         with _not_asked():
-            removed = [index for index in shown if self._parameters[index].grad is None]
+            removed = [index for index in shown if self.shown.parameters[index].grad is None]
             if removed:
                 self.clear(removed)
             for index in shown:
-                self._parameters[index].grad = None
+                self.shown.parameters[index].grad = None
 
     def clear(self, indices: Iterable[int]) -> None:
         """Forget the gradient of some slots, at g and at os."""
         indices = set(indices)
         with _not_asked():
             for index in indices:
-                self._parameters[index].grad = None
+                self.shown.parameters[index].grad = None
                 entry = self.entries[index]
                 if entry is not None:
                     entry.grad = None

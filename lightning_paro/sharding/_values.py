@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_paro.collectives import Ladder, Task, after
-from lightning_paro.sharding._ghost import nan_ghost, pending_class, released_class
 from lightning_paro.sharding._policy import PrecisionPolicy
+from lightning_paro.sharding._shown import Shown
 from lightning_paro.topology import Granularity, Partition
 
 __all__ = ["FlatValues", "Slot"]
@@ -91,9 +91,7 @@ class FlatValues:
             topology.shard(granularity, rank, self.numel) for granularity in (partition.p, partition.g, partition.os)
         )
         self.slots = [self._slot(name, p, start) for (name, p), start in zip(parameters, ends, strict=True)]
-        self._parameters = [slot.parameter for slot in self.slots]
-        self._own_classes: list[type] = [type(parameter) for parameter in self._parameters]
-        self._pending_classes: list[type] = []
+        self.shown = Shown([name for name, _ in parameters], [parameter for _, parameter in parameters], unit)
 
         self.arrival: Task | None = None  # of the whole values
         self.update: Task | None = None  # of the shard's new values after a step
@@ -124,12 +122,8 @@ class FlatValues:
             else:
                 self.whole = torch.empty(self.numel, dtype=self.dtype, device=self.device)
                 self._storage_bytes = self.whole.untyped_storage().nbytes()
-                self._ghosts = [nan_ghost(slot.shape, self.dtype, self.device) for slot in self.slots]
-                self._released_classes = [
-                    released_class(slot.parameter, f"parameter '{slot.name}' of unit '{self.unit}'")
-                    for slot in self.slots
-                ]
-            self._views = [self._view(self.whole, slot) for slot in self.slots]
+                self.shown.prepare_release(self.dtype, self.device)
+            self.shown.views = [self._view(self.whole, slot) for slot in self.slots]
         self.is_whole = True
         self.attach()
         if not is_p_whole:
@@ -149,13 +143,7 @@ class FlatValues:
 
     def attach(self) -> None:
         """Let the module's parameters show the whole values."""
-        for parameter, own, view in zip(self._parameters, self._own_classes, self._views, strict=True):
-            parameter.__class__ = own
-            parameter.data = view  # not a Parameter made of the view: that would share its version counter
-        self._note_versions()
-
-    def _note_versions(self) -> None:
-        self._versions = [parameter._version for parameter in self._parameters]
+        self.shown.values()
 
     @property
     def nbytes_whole(self) -> int:
@@ -212,16 +200,11 @@ class FlatValues:
     def _is_settled(self) -> None:
         self.update = None
         if self.partition.p is N:
-            for parameter, own in zip(self._parameters, self._own_classes, strict=True):
-                parameter.__class__ = own
+            self.shown.settled()
 
     def settle_when_asked(self) -> None:
         """Let whole parameters (p=N) wait for their new values as soon as somebody looks at one of them."""
-        if not self._pending_classes:
-            settle = _weakly(self)
-            self._pending_classes = [pending_class(parameter, settle) for parameter in self._parameters]
-        for parameter, pending in zip(self._parameters, self._pending_classes, strict=True):
-            parameter.__class__ = pending
+        self.shown.pending(_weakly(self))
 
     def release(self) -> None:
         """Give the whole values back; the parameters become ghosts that keep shape, dtype and identity."""
@@ -233,7 +216,7 @@ class FlatValues:
         else:
             self.take_over()
             self.is_whole = False
-            self._haunt()
+            self.shown.nothing()
         self._free()
 
     def cancel_arrival(self) -> None:
@@ -248,13 +231,8 @@ class FlatValues:
         if not self.whole.untyped_storage().resizable():  # somebody has seen a view of it as a numpy array
             with torch.inference_mode(False):
                 self.whole = torch.empty_like(self.whole)
-                self._views = [self._view(self.whole, slot) for slot in self.slots]
+                self.shown.views = [self._view(self.whole, slot) for slot in self.slots]
         self.whole.untyped_storage().resize_(0)
-
-    def _haunt(self) -> None:
-        for parameter, ghost, released in zip(self._parameters, self._ghosts, self._released_classes, strict=True):
-            parameter.data = ghost
-            parameter.__class__ = released
 
     def is_shown_by(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a view of the whole values; one that torch.func has wrapped might be."""
@@ -272,7 +250,7 @@ class FlatValues:
         """After a step: tell autograd, as an in-place update would; a graph that saved the old values is void."""
         for slot in self.slots:
             torch.autograd.graph.increment_version(slot.parameter)
-        self._note_versions()
+        self.shown.note_versions()
 
     def take_over(self) -> None:
         """Keep what the module's code wrote to its parameters in place, or assigned to their ``data``.
@@ -280,7 +258,7 @@ class FlatValues:
         This rank's slices of it count, so it has to be done on all ranks alike.
         """
         is_p_whole = self.partition.p is N
-        if not is_p_whole and not (self.is_whole and self._is_written()):
+        if not is_p_whole and not (self.is_whole and self.shown.is_written()):
             return
         self.settle()
         self.collect()
@@ -289,21 +267,10 @@ class FlatValues:
                 self.shard.copy_(self.whole[self._p_slice])
             self._rewrite_master(self._os_view())
 
-    def _is_written(self) -> bool:
-        return any(
-            parameter._version != version or parameter.data_ptr() != view.data_ptr()
-            for parameter, version, view in zip(self._parameters, self._versions, self._views, strict=True)
-        )
-
     def collect(self) -> None:
         """While whole: bring what a user assigned to the ``data`` of a parameter back into the flat buffer."""
-        pairs = zip(self._parameters, self._views, strict=True)
-        moved = [(parameter, view) for parameter, view in pairs if parameter.data_ptr() != view.data_ptr()]
         with torch.inference_mode(False), torch.no_grad():
-            for parameter, view in moved:
-                view.copy_(parameter)
-        if moved:
-            self.attach()
+            self.shown.collect()
 
     def overwrite(self, whole: Tensor) -> None:
         """Make the shards those of ``whole``, the same flat values on every rank, in any floating dtype.
@@ -351,17 +318,14 @@ class FlatValues:
         if here:
             self._put_aside = [slot.parameter.grad for slot in self.slots]
             whole = whole.to(device=device, dtype=self.own_dtype)
-            for slot, own in zip(self.slots, self._own_classes, strict=True):
-                slot.parameter.__class__ = own
-                slot.parameter.grad = None
-                slot.parameter.data = self._view(whole, slot)
+            self.shown.others(self._view(whole, slot) for slot in self.slots)
 
     def take_back(self) -> None:
         """End :meth:`lend`."""
         if self.is_whole:
             self.attach()
         else:
-            self._haunt()
+            self.shown.nothing()
         for slot, gradient in zip(self.slots, self._put_aside, strict=True):  # the user may be in mid-accumulation
             slot.parameter.grad = gradient
         self._put_aside = []
@@ -381,7 +345,7 @@ class FlatValues:
         self._show_entries(self.master.cpu())
         empty = torch.empty(0, dtype=self.dtype)
         self.shard = self.whole = empty
-        self._views = []
+        self.shown.views = []
 
     def entry(self, index: int) -> nn.Parameter | None:
         """What the optimizer holds in place of a parameter: its slice of the os shard, or None if that is empty."""

@@ -29,8 +29,7 @@ from lightning_paro.planner import (
     smallest_share,
     table,
 )
-from lightning_paro.sharding import PrecisionPolicy, UnitSpec, find_units
-from lightning_paro.sharding._consensus import agree
+from lightning_paro.sharding import PrecisionPolicy, UnitSpec, agree, find_units
 from lightning_paro.strategies._trial import measure_micro_batch
 from lightning_paro.topology import Partition, Topology
 
@@ -110,7 +109,13 @@ class AutoPartition:
     # ---- deciding -------------------------------------------------------------------------------------------
 
     def decide(
-        self, trainer: Trainer, module: LightningModule, groups: ProcessGroups, policy: PrecisionPolicy, units: Any
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        groups: ProcessGroups,
+        policy: PrecisionPolicy,
+        units: Any,
+        bucket_bytes: int,
     ) -> Partition:
         """The partition, the same on all ranks. Collective.
 
@@ -124,7 +129,7 @@ class AutoPartition:
         topology = groups.topology
         known = agree(groups, "looking for an earlier decision", lambda: self._known(module, training))[0]
         if known is None:
-            plan = self._make_plan(trainer, module, groups, policy, units, training)
+            plan = self._make_plan(trainer, module, groups, policy, units, bucket_bytes, training)
             self.plan = agree(groups, "deciding", lambda: plan if groups.rank == 0 else None)[0]
             assert self.plan is not None
             if self.plan.recommended is None:
@@ -143,6 +148,7 @@ class AutoPartition:
         groups: ProcessGroups,
         policy: PrecisionPolicy,
         units: Any,
+        bucket_bytes: int,
         training: bool,
     ) -> Plan:
         device = trainer.strategy.root_device
@@ -155,7 +161,7 @@ class AutoPartition:
             return free_memory(device) if given is None else FreeMemory((str(groups.rank), ""), int(given), 0)
 
         memory = smallest_share(agree(groups, "looking at the model and the memory", look))
-        workload = _workload(module, specs, policy)
+        workload = replace(_workload(module, specs, policy), bucket_bytes=bucket_bytes)
         if not training:  # one forward keeps nothing
             return make_plan(replace(workload, trainable=0, activations=self.activations or 0), network, memory)
         compute, activations = self.compute, self.activations

@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_paro.collectives import ProcessGroups
 from lightning_paro.planner import Measured, measure
-from lightning_paro.sharding import PrecisionPolicy, UnitSpec
-from lightning_paro.sharding._consensus import agree
+from lightning_paro.sharding import PrecisionPolicy, UnitSpec, agree
 
 __all__ = ["measure_micro_batch"]
 

@@ -21,7 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_paro.collectives import ProcessGroups
+from lightning_paro.collectives import BUCKET_BYTES, ProcessGroups
 from lightning_paro.sharding import Engine, load_optimizer_state_dict, optimizer_state_dict
 from lightning_paro.strategies._activations import checkpoint_activations, module_classes
 from lightning_paro.strategies._auto import AutoPartition
@@ -53,6 +53,8 @@ class ParoStrategy(ProcessesStrategy):
         group_size: Ranks per group; must divide the world size. None is the number of ranks of one host.
         units: What is gathered together: ``"auto"`` (the repeated blocks of the model, the rest as units of their own),
             a collection of module classes, or a callable that says which modules are units.
+        bucket_bytes: Neighbouring units travel by one launch up to this many bytes, whole and in the compute dtype.
+            Larger buckets cost less time; two of them are whole at once. 0 moves every unit by itself.
         grad_dtype: Dtype of the gradient accumulator, ``"float32"`` or ``"bfloat16"``; None is the precision's own.
         reduce_dtype: Wire dtype of gradients; None is the precision's own.
         nonfinite: What a step does if a gradient is not finite on some rank: ``"propagate"`` it as DDP does,
@@ -87,6 +89,7 @@ class ParoStrategy(ProcessesStrategy):
         *,
         group_size: int | None = None,
         units: Literal["auto"] | list[type[nn.Module]] | set[type[nn.Module]] | Callable[[nn.Module], bool] = "auto",
+        bucket_bytes: int = BUCKET_BYTES,
         grad_dtype: Literal["float32", "float64", "bfloat16"] | None = None,
         reduce_dtype: Literal["float32", "float64", "bfloat16"] | None = None,
         nonfinite: Literal["propagate", "skip", "raise"] = "propagate",
@@ -119,8 +122,11 @@ class ParoStrategy(ProcessesStrategy):
         self._auto = AutoPartition.read(partition, **options, reprobe=reprobe)
         self.partition: Partition | str = "auto" if self._auto else Partition.parse(partition)
         self.group_size = group_size
+        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 0:
+            raise ValueError(f"bucket_bytes={bucket_bytes!r} must be a number of bytes, 0 or more.")
         one_of("nonfinite", nonfinite, ("propagate", "skip", "raise"))
         self._units = units
+        self._bucket_bytes = bucket_bytes
         self._grad_dtype = grad_dtype
         self._reduce_dtype = reduce_dtype
         self._nonfinite = nonfinite
@@ -251,7 +257,7 @@ class ParoStrategy(ProcessesStrategy):
         self._undo += checkpoint_activations(module, self._checkpointed)
         policy = policy_for(self.precision_plugin, self._grad_dtype, self._reduce_dtype)
         if self._auto is not None:
-            self.partition = self._auto.decide(trainer, module, self._groups, policy, self._units)
+            self.partition = self._auto.decide(trainer, module, self._groups, policy, self._units, self._bucket_bytes)
         assert isinstance(self.partition, Partition)
         self._engine = Engine(
             module,
@@ -259,6 +265,7 @@ class ParoStrategy(ProcessesStrategy):
             self._groups,
             policy=policy,
             units=self._units,
+            bucket_bytes=self._bucket_bytes,
             device=self.root_device,
             nonfinite=self._nonfinite,
         )

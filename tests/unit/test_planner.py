@@ -145,11 +145,16 @@ def test_what_it_counts_is_what_an_engine_was_seen_to_send(
 
 
 def test_memory_is_state_and_what_is_in_motion_and_activations() -> None:
-    workload = Workload(1000, 500, rest=100, largest_unit=60, activations=7, sizes=StateBytes(2, 4, 12, 2, 2))
+    sizes = StateBytes(2, 4, 12, 2, 2)
+    workload = Workload(1000, 500, rest=100, largest_unit=60, bucket_bytes=0, activations=7, sizes=sizes)
     network = Network(Topology(4, 2), 1, 1)
     state = 2 * 1000 / 2 + 4 * 500 / 2 + 12 * 500 / 4
     assert _cost("iig", workload, network).state_bytes == state
-    assert _cost("iig", workload, network).memory_bytes == state + 2 * 160 + 2 * 80 + 7
+    assert _cost("iig", workload, network).memory_bytes == state + 2 * (100 + 2 * 60) + 2 * (3 * 60 / 2) + 7
+    wide = replace(workload, bucket_bytes=140)
+    assert _cost("iig", wide, network).memory_bytes == state + 2 * (100 + 2 * 70) + 2 * (3 * 70 / 2) + 7
+    all_of_it = replace(workload, bucket_bytes=10_000)
+    assert _cost("iig", all_of_it, network).memory_bytes == state + 2 * 1000 + 2 * 500 + 7
     assert _cost("nng", workload, network).memory_bytes == 2 * 1000 + 4 * 500 + 12 * 500 / 4 + 7
 
 
