@@ -177,6 +177,8 @@ class Race:
             record = Record.of(job, self.cluster.call(where, timeout=min(left, PATIENCE_S + 3 * expected), **options))
         except RankFailed as failure:
             what = "out of memory" if "OutOfMemory" in failure.kind else f"failed: {failure}"
+            if failure.kind == "Timeout" and time.monotonic() >= self._deadline:
+                what = "left out: not done when the time was over"
             return self._keep(Record(job, what))
         self._beside.append(max(0.0, time.monotonic() - started - (warmup + measured) * record.median))
         return self._keep(record)

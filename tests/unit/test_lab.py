@@ -152,6 +152,19 @@ def test_what_does_not_fit_the_time_is_left_out_and_named(tmp_path: Path) -> Non
     assert all(r.status.endswith("s expected, 0 s left") for r in race.records)
 
 
+def test_a_job_that_the_end_of_the_time_cuts_off_has_not_failed(tmp_path: Path) -> None:
+    ranks = Ranks()
+    race = Race(ranks, 60, tmp_path / "race.jsonl", say=lambda line: None)  # type: ignore[arg-type]
+
+    def call(function: str, **options: Any) -> None:
+        race._deadline = 0.0
+        raise RankFailed("Timeout", "60 s were not enough")
+
+    ranks.call = call  # type: ignore[assignment, method-assign]
+    cut_off = race.do(Job("ddp", "gpt2-medium", 8, 1, 1))
+    assert cut_off.status == "left out: not done when the time was over"
+
+
 # ---- rows, ratios and bars -----------------------------------------------------------------------------------
 
 
