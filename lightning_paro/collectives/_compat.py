@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-__all__ = ["all_gather", "gather_all", "reduce_scatter", "scatter_all"]
+__all__ = ["all_gather", "all_to_all", "gather_all", "reduce_scatter", "scatter_all"]
 
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -23,13 +23,18 @@ def gather_all(outs: list[Tensor], shards: list[Tensor], group: Any, async_op: b
     return _work(launch(outs, shards, options), async_op)
 
 
-def scatter_all(outs: list[Tensor], wholes: list[Tensor], group: Any, async_op: bool) -> Any:
+def scatter_all(outs: list[Tensor], wholes: list[Tensor], group: Any) -> None:
     """Reduce-scatters, summing, of several tensors by one launch."""
     options = ReduceScatterOptions()
-    options.asyncOp = async_op
+    options.asyncOp = False
     name = "reduce_scatter_single_coalesced"
     launch = getattr(group, name, None) or group.reduce_scatter_tensor_coalesced
-    return _work(launch(outs, wholes, options), async_op)
+    _work(launch(outs, wholes, options), async_op=False)
+
+
+def all_to_all(out: Tensor, whole: Tensor, group: Any) -> Any:
+    """The k-th part of ``whole`` goes to the k-th rank of the group."""
+    return dist.all_to_all_single(out, whole, group=group, async_op=True)
 
 
 def _work(work: Any, async_op: bool) -> Any:

@@ -93,13 +93,7 @@ class Ladder:
             parts: Flat tensors of ``numel / m`` elements, or ``wholes`` themselves in groups of one.
         """
         yield "intra_reduce"
-        group = self.groups.intra_reduce
-        if group is not None:
-            self._count("intra_reduce", wholes)
-            if len(wholes) == 1:
-                yield _compat.reduce_scatter(parts[0], wholes[0], group=group, async_op=self.lanes.is_async)
-            else:
-                yield _compat.scatter_all(list(parts), list(wholes), group=group, async_op=self.lanes.is_async)
+        yield from self._scatter("intra_reduce", parts, wholes)
 
     def sum_between(self, parts: Sequence[Tensor], stop: Granularity, wire: torch.dtype, sums: list[Tensor]) -> Steps:
         """Sum ``parts``, at I, over the column, down to G or in place of a replica at I.
@@ -128,9 +122,8 @@ class Ladder:
             rows = [part.view(ranks, -1) for part in parts]
             message = rows[0].new_empty(ranks, sum(row.shape[1] for row in rows), dtype=wire)
             torch.cat(rows, dim=1, out=message)
-        self._count("inter", [message])
         result = message.new_empty(message.numel() // ranks)
-        yield _compat.reduce_scatter(result, message.view(-1), group=group, async_op=self.lanes.is_async)
+        yield from self._scatter("inter", [result], [message.view(-1)])
         sums += result.split([part.numel() // ranks for part in parts])
 
     def _gather_between(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Steps:
@@ -155,6 +148,22 @@ class Ladder:
         if len(outs) == 1:
             return _compat.all_gather(outs[0], shards[0], group=group, async_op=self.lanes.is_async)
         return _compat.gather_all(list(outs), list(shards), group=group, async_op=self.lanes.is_async)
+
+    def _scatter(self, role: str, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> Steps:
+        """Reduce-scatters of several tensors."""
+        group = getattr(self.groups, role)
+        if group is None:
+            return
+        self._count(role, wholes)
+        if self.lanes.is_async:  # gloo's own sends the whole sum to everybody: here only addends travel
+            received = [torch.empty_like(whole) for whole in wholes]
+            yield from [_compat.all_to_all(r, w, group=group) for r, w in zip(received, wholes, strict=True)]
+            for part, addends in zip(parts, received, strict=True):
+                torch.sum(addends.view(self.groups.role_size(role), -1), 0, out=part)
+        elif len(wholes) == 1:
+            _compat.reduce_scatter(parts[0], wholes[0], group=group)
+        else:
+            _compat.scatter_all(list(parts), list(wholes), group=group)
 
     def _intra_part(self, whole: Tensor) -> Tensor:
         _, j = self.groups.topology.coordinates(self.groups.rank)

@@ -95,12 +95,13 @@ class Ascent:
             self._update(bucket)
         for flat in flats:
             flat.has_moved()
-            if flat.partition.p is flat.partition.os or (flat.partition.p is N and not self._waits_alone):
-                flat.settle()
-            elif flat.partition.p is N:
+            if flat.partition.p is not N:
+                if flat.is_whole:
+                    flat.gather(again=True)
+            elif flat.partition.os is not N and self._waits_alone:
                 flat.settle_when_asked()
-            elif flat.is_whole:
-                flat.gather(again=True)
+            else:
+                flat.settle()
 
     def _next(self) -> int | None:
         position = len(self._now)

@@ -40,7 +40,8 @@ class Recorder:
         self.bytes[group] += passes * largest * (size - 1) // size
 
 
-_COLLECTIVES = [name for name in vars(ProcessGroup) if any(w in name for w in ("gather", "scatter", "reduce"))]
+_WORDS = ("gather", "scatter", "reduce", "alltoall", "all_to_all")
+_COLLECTIVES = [name for name in vars(ProcessGroup) if any(word in name for word in _WORDS)]
 
 
 @contextmanager

@@ -47,16 +47,16 @@ def recorded() -> Iterator[set[tuple[str, int, torch.dtype]]]:
         (_compat, "all_gather"),
         (_compat, "reduce_scatter"),
         (_compat, "gather_all"),
-        (_compat, "scatter_all"),
+        (_compat, "all_to_all"),
         (torch.distributed, "all_reduce"),
     )
-    several = {"gather_all": "all_gather", "scatter_all": "reduce_scatter"}
+    kinds = {"gather_all": "all_gather", "all_to_all": "reduce_scatter"}
     originals = [getattr(where, name) for where, name in names]
 
     def recording(name: str, original: Any) -> Any:
         def call(out: Any, *args: Any, group: Any = None, **kwargs: Any) -> Any:
-            for tensor in out if name in several else [out]:
-                seen.add((several.get(name, name), id(group), tensor.dtype))
+            for tensor in out if name == "gather_all" else [out]:
+                seen.add((kinds.get(name, name), id(group), tensor.dtype))
             return original(out, *args, group=group, **kwargs)
 
         return call
