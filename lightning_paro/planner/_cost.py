@@ -132,8 +132,8 @@ class Workload:
         activations: Bytes of activations on a rank.
         rest: Number of parameters outside all units, which stay gathered for a whole step.
         largest_unit: Number of parameters of the largest unit.
-        bucket_bytes: What moves by one launch, whole, as ParoStrategy's.
         sizes: Bytes per parameter.
+        bucket_bytes: What moves by one launch, whole, as ParoStrategy's.
 
     Raises:
         ValueError: If a number makes no sense.
@@ -146,8 +146,8 @@ class Workload:
     activations: float = 0.0
     rest: float = 0.0
     largest_unit: float = 0.0
-    bucket_bytes: float = BUCKET_BYTES
     sizes: StateBytes = field(default_factory=StateBytes)
+    bucket_bytes: float = BUCKET_BYTES
 
     def __post_init__(self) -> None:
         if not self.parameters > 0:
