@@ -73,6 +73,10 @@ class Engine:
         self.optimizers: list[OptimizerShards] = []
         self.sync_gradients = True
         """Whether the next backward is a boundary, see :meth:`backward_begin`."""
+        self.wants_to_stop = False
+        """Whether this rank has to end; the others hear of it at the next boundary."""
+        self.all_stop = False
+        """Whether some rank had to end by the last boundary: the same on all ranks."""
         self._in_step = self._is_boundary = self._rest_is_held = False
 
         specs: list[UnitSpec] = []
@@ -440,8 +444,9 @@ class Engine:
         path = [self.units[index].name for index in history]
         digest = hash(tuple(history)) >> 1  # of numbers: the same in every process
         history.clear()
-        mine = torch.tensor([*used, digest, -digest])
+        mine = torch.tensor([*used, self.wants_to_stop, digest, -digest])
         values = self.maximum(mine, "agreeing on the gradients of a backward").tolist()
+        self.all_stop = bool(values[-3])
         if values[-2] != -values[-1]:  # also between groups: what they reduced together was not the same
             raise different_paths(self.agree("comparing the units that ran", lambda: path), self.partition)
         position = 0

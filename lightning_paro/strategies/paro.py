@@ -31,6 +31,7 @@ from lightning_paro.strategies._failure import FailureWatch
 from lightning_paro.strategies._lockstep import Lockstep
 from lightning_paro.strategies._materialize import has_meta_tensors, materialize
 from lightning_paro.strategies._processes import ProcessesStrategy, one_of
+from lightning_paro.strategies._sigterm import stop_together
 from lightning_paro.strategies.precision import adopt, policy_for
 from lightning_paro.topology import Partition, Topology
 
@@ -273,6 +274,7 @@ class ParoStrategy(ProcessesStrategy):
         lockstep = Lockstep(self._engine, self.on_exception)
         trainer.callbacks.insert(0, lockstep)  # type: ignore[attr-defined]
         self._undo.append(lambda: trainer.callbacks.remove(lockstep))  # type: ignore[attr-defined]
+        self._undo += stop_together(trainer, self._engine)
         self.precision_plugin.engine = self._engine  # type: ignore[attr-defined]
         if trainer.state.stage is not None and self._runs == 1:
             self._say_what_runs(self.partition)

@@ -57,3 +57,14 @@ def test_a_failure_of_one_rank_ends_all_ranks(tmp_path: Path, launcher: list[str
     assert "came through" not in output
     if how != "kill":
         assert "ValueError: the original error" in output
+
+
+@pytest.mark.parametrize("launcher", [[], pytest.param(TORCHRUN, marks=pytest.mark.full)], ids=["popen", "torchrun"])
+def test_sigterm_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(
+    tmp_path: Path, launcher: list[str]
+) -> None:
+    _, output = _run(tmp_path / "log", *launcher, *SCRIPT, "sigterm")
+    assert "rank 1 received signal 15: all ranks stop after this step." in output
+    assert "rank 0 stopped after step 3, saved step 3" in output
+    assert "rank 1 stopped after step 3" in output
+    assert "came through" not in output
