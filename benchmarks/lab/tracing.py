@@ -1,0 +1,127 @@
+"""What the engine costs the host, by where it is entered; when the host waits for the device; what memory stays."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from benchmarks.lab.contestants import make
+from benchmarks.lab.models import build, tokens
+from benchmarks.lab.rank import Rank
+from lightning_paro.sharding import Engine
+from lightning_paro.sharding._backward import Backward
+from lightning_paro.sharding._unit import Unit
+
+__all__ = ["trace"]
+
+ENTRIES: tuple[tuple[type, str], ...] = (
+    (Unit, "_before_forward"),
+    (Unit, "_after_forward"),
+    (Unit, "_reach"),
+    (Backward, "arrive"),
+    (Engine, "step_begin"),
+    (Engine, "step_end"),
+    (Engine, "backward_begin"),
+    (Engine, "backward_end"),
+    (Engine, "update"),
+    (Engine, "grad_norm"),
+)
+"""Where training enters the engine: hooks, which autograd calls from a thread of its own on a GPU, and brackets."""
+
+
+@contextmanager
+def clocked() -> Iterator[dict[str, list[float]]]:
+    """Calls and seconds by entry; one inside another counts with the outer one."""
+    spent: dict[str, list[float]] = {}
+    inside = threading.local()
+    originals = [(owner, name, vars(owner)[name]) for owner, name in ENTRIES]
+
+    def timed(label: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        entry = spent.setdefault(label, [0, 0.0])
+
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            if getattr(inside, "flag", False):
+                return original(*args, **kwargs)
+            inside.flag = True
+            start = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                entry[0] += 1
+                entry[1] += time.perf_counter() - start
+                inside.flag = False
+
+        return method
+
+    for owner, name, original in originals:
+        setattr(owner, name, timed(f"{owner.__name__}.{name.lstrip('_')}", original))
+    try:
+        yield spent
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
+def synchronisations(run: Callable[[], object]) -> Counter[str]:
+    """Where the host waits for the device while ``run`` runs, by line; what torch does not see is not in it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    lines = (w for w in caught if "synchroniz" in str(w.message) and "set_sync_debug_mode" not in str(w.message))
+    return Counter(f"{'/'.join(w.filename.split('/')[-3:])}:{w.lineno}" for w in lines)
+
+
+def trace(rank: Rank, **options: Any) -> dict[str, Any]:
+    """Train, and look: host time by entry a step, launches, synchronisations, memory over many steps and after it.
+
+    Returns:
+        ``step_s``; ``host_s`` and ``calls`` by entry, a step; ``launches`` and ``synchronisations`` a step;
+        ``reserved`` and ``allocated`` bytes, each at ten moments; ``left_bytes`` when everything is let go.
+    """
+    before = rank.clean()
+    found = _watched(rank, **options)
+    return found | {"left_bytes": rank.clean() - before}
+
+
+def _watched(rank: Rank, partition: str, model: str, accumulate: int, blocks: int, steps: int) -> dict[str, Any]:
+    runner = make(f"paro_{partition}", rank, build(model, rank.device), blocks, accumulate)
+    batches = tokens(model, rank.rank, accumulate, rank.device)
+    for _ in range(3):
+        runner.step(batches)
+    rank.barrier()
+    launches = runner.engine.traffic.calls
+    start = time.perf_counter()
+    with clocked() as spent:
+        for _ in range(5):
+            runner.step(batches)
+        rank.barrier()
+    step_s = (time.perf_counter() - start) / 5
+    launches = (runner.engine.traffic.calls - launches) // 5
+    waits = synchronisations(lambda: runner.step(batches)) if rank.on_gpu else Counter()
+    reserved, allocated = [], []
+    for step in range(steps):
+        runner.step(batches)
+        if step % max(1, steps // 10) == 0 and rank.on_gpu:
+            reserved.append(torch.cuda.memory_reserved())
+            allocated.append(torch.cuda.memory_allocated())
+    rank.barrier()
+    runner.close()
+    return {
+        "step_s": step_s, "launches": launches, "synchronisations": dict(waits),
+        "host_s": {name: seconds / 5 for name, (_, seconds) in spent.items()},
+        "calls": {name: count / 5 for name, (count, _) in spent.items()},
+        "reserved": reserved, "allocated": allocated,
+    }  # fmt: skip

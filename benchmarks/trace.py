@@ -1,0 +1,71 @@
+"""Where a step's host time goes: hooks and brackets of the engine, launches, waits for the device, memory that stays.
+
+    python benchmarks/trace.py --partition iig --blocks 4 --steps 1000
+    python benchmarks/trace.py --gpus 0 --model tiny-gpt2 --accumulate 2 --steps 20     # on the CPU
+
+In a steady state the engine itself makes no synchronisation of the device; those listed are the model's or the
+optimizer's. Memory reserved by the allocator has to stay where it is over a thousand steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.lab.cluster import Cluster
+from benchmarks.lab.models import MODELS
+
+
+def show(found: dict[str, Any], title: str) -> None:
+    """The slowest rank's figures."""
+    table = Table(title=title)
+    for column in ("entry", "calls a step", "host ms a step"):
+        table.add_column(column, justify="left" if column == "entry" else "right")
+    for name, seconds in sorted(found["host_s"].items(), key=lambda item: -item[1]):
+        table.add_row(name, f"{found['calls'][name]:.0f}", f"{1e3 * seconds:.2f}")
+    table.add_row("together", "", f"{1e3 * sum(found['host_s'].values()):.2f}", style="bold")
+    console = Console()
+    console.print(table)
+    console.print(f"{1e3 * found['step_s']:.1f} ms a step, {found['launches']} collectives launched")
+    for where, count in found["synchronisations"].items():
+        console.print(f"the host waits for the device {count} times a step at {where}")
+    if found["reserved"]:
+        growth = found["reserved"][-1] - found["reserved"][min(1, len(found["reserved"]) - 1)]
+        console.print(f"memory reserved grew by {growth} bytes; {found['left_bytes']} bytes are left after teardown")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--gpus", type=int, default=2, choices=(0, 2, 4), help="0 is the CPU")
+    parser.add_argument("--model", default="gpt2-medium", choices=MODELS)
+    parser.add_argument("--partition", nargs="+", default=["iig"])
+    parser.add_argument("--accumulate", type=int, default=8)
+    parser.add_argument("--blocks", type=int, default=4, help="that travel by one launch")
+    parser.add_argument("--steps", type=int, default=50, help="over which memory is watched")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    results = {}
+    with Cluster(arguments.hosts, per_host=2, gpus=arguments.gpus) as cluster:
+        for partition in arguments.partition:
+            options = {"model": arguments.model, "accumulate": arguments.accumulate, "blocks": arguments.blocks}
+            ranks = cluster.call(
+                "benchmarks.lab.tracing:trace", partition=partition, steps=arguments.steps, timeout=3600, **options
+            )
+            found = max(ranks, key=lambda rank: rank["step_s"])
+            show(found, f"paro_{partition}, {arguments.model}, s={arguments.accumulate}")
+            results[partition] = found | {"left_bytes": max(rank["left_bytes"] for rank in ranks)}
+    if arguments.out:
+        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
