@@ -65,28 +65,6 @@ def show(report: dict[str, Any]) -> None:
         Console(width=120).print(table)
 
 
-def draw(report: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    parts = report["setups"]
-    figure, axes = pyplot.subplots(1, len(parts), figsize=(5.5 * len(parts), 3.6), squeeze=False, layout="constrained")
-    for axis, part in zip(axes[0], parts, strict=True):
-        for operation in dict.fromkeys(row["operation"] for row in part["rows"]):
-            rows = [row for row in part["rows"] if row["operation"] == operation]
-            axis.plot([r["nbytes"] / MIB for r in rows], [r["speedup"] for r in rows], marker="o", label=operation)
-        axis.axhline(1, color="0.6", linewidth=1)
-        axis.set_xscale("log", base=2)
-        axis.set_xlabel("MiB")
-        axis.set_ylabel("two levels, times as fast as flat")
-        axis.set_title(f"{part['setup']['hosts']} hosts x {part['setup']['ranks_per_host']}", fontsize=10)
-        axis.legend(fontsize=8)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4], help="posed hosts of two ranks")
@@ -101,7 +79,6 @@ def main() -> None:
         report["setups"].append(race(hosts, arguments.gpus, arguments.only, sizes))
         save(report, arguments.out)
     show(report)
-    draw(report, arguments.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -95,35 +95,6 @@ def show(report: dict[str, Any]) -> None:
     Console(width=120).print(table)
 
 
-def draw(report: dict[str, Any], base: str, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    size = max(row["accumulate"] for row in report["rows"] if row["model"] != base or row["accumulate"] <= 8)
-    panels = (
-        ("parameters", "parameters", [row for row in report["rows"] if row["accumulate"] == size]),
-        ("accumulate", "micro-batches a step", [row for row in report["rows"] if row["model"] == base]),
-    )
-    for axis, (key, label, rows) in zip(axes, panels, strict=True):
-        for number, name in enumerate(NAMES):
-            points = sorted((r[key], r["step_s"], r["predicted_s"]) for r in rows if r["contestant"] == name)
-            if points:
-                x, measured, expected = zip(*points, strict=True)
-                axis.plot(x, measured, marker="o", color=f"C{number}", label=name)
-                axis.plot(x, expected, linestyle="--", color=f"C{number}")
-        axis.set_xlabel(label)
-        axis.set_ylabel("seconds a step")
-        axis.set_ylim(bottom=0)
-    axes[0].set_title(f"s={size}; dashed: the planner", fontsize=10)
-    axes[1].set_title(base, fontsize=10)
-    axes[0].legend(fontsize=8)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2, choices=(2, 4))
@@ -144,7 +115,6 @@ def main() -> None:
     report = {"setup": race.setup, "links_bytes_per_s": links, "micro_batch_s": compute, "rows": rows}
     save(report, arguments.out)
     show(report)
-    draw(report, arguments.base, arguments.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ master weights, AdamW, clipping by the global norm; each with its best of 1, 2 a
     python benchmarks/uneven.py --gpus 0 --model tiny-gpt2 --repeats 1      # no GPU: does everything run?
 
 Each job is written to a file of JSON lines as soon as it is done, so a run that is ended keeps what it has;
-``python -m benchmarks.lab.report`` makes the table, JSON and picture of one or several such files.
+``python -m benchmarks.lab.report`` makes the table and JSON of one or several such files.
 """
 
 from __future__ import annotations

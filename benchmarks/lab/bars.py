@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from benchmarks.lab.contestants import HSDP, partitions
 from benchmarks.lab.rows import Row
 
-__all__ = ["Bar", "best", "even_bars", "uneven_bars"]
+__all__ = ["FASTER", "SETTINGS", "Bar", "best", "even_bars", "uneven_bars"]
 
 Rows = Mapping[str, Row]
 
@@ -44,6 +44,9 @@ def _memory(mine: Row | None, theirs: Row | None) -> float | None:
 
 FASTER = {(2, 2): (5.5, 2.0), (4, 2): (9.0, 2.2), (2, 4): (3.1, 2.2)}
 """By hosts and GPUs: how much faster than FULL_SHARD and than the best HSDP."""
+
+SETTINGS = (*(("gpt2-medium", 8, *where) for where in FASTER), ("llama-1b", 8, 2, 4))
+"""Model, number of micro-batches, hosts and GPUs that have bars between uneven hosts."""
 
 
 def uneven_bars(rows: Rows, model: str, accumulate: int, hosts: int, gpus: int) -> list[Bar]:

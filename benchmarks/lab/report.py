@@ -1,4 +1,4 @@
-"""Tables, JSON and pictures of what a race measured; several races of one setup can be joined.
+"""Tables and JSON of what a race measured; several races of one setup can be joined.
 
 python -m benchmarks.lab.report --out benchmarks/results/uneven.json first.jsonl second.jsonl
 """
@@ -20,7 +20,7 @@ from benchmarks.lab.contestants import HSDP, partitions
 from benchmarks.lab.rows import Row, rows_of
 from benchmarks.lab.schedule import Job, Record
 
-__all__ = ["draw", "make_report", "publish", "read", "save", "show"]
+__all__ = ["left_out", "make_report", "publish", "read", "save", "show"]
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Record]]:
@@ -81,11 +81,11 @@ def show(report: dict[str, Any]) -> None:
             console.print(_table(f"{table['model']}, s={table['accumulate']}: {where}", table["rows"]))
             for bar in table["bars"]:
                 console.print(_line(Bar(*(bar[key] for key in ("text", "value", "needed", "at_least")))))
-        for line in _not_measured(part["not_measured"]):
+        for line in left_out(part["not_measured"]):
             console.print(line, style="yellow")
 
 
-def _not_measured(jobs: list[dict[str, Any]]) -> Iterator[str]:
+def left_out(jobs: list[dict[str, Any]]) -> Iterator[str]:
     """One line a contestant, with the reason of its first job."""
     by_row: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for job in jobs:
@@ -124,49 +124,11 @@ def _line(bar: Bar) -> str:
     )
 
 
-def draw(report: dict[str, Any], path: Path) -> None:
-    """Step time and memory of every row, a pair of panels for each table."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    tables = [(part["setup"], table) for part in report["setups"] for table in part["tables"]]
-    longest = max(len(table["rows"]) for _, table in tables)
-    figure, axes = pyplot.subplots(
-        len(tables), 2, figsize=(11, (0.9 + 0.24 * longest) * len(tables)), squeeze=False, layout="constrained"
-    )
-    for (left, right), (setup, table) in zip(axes, tables, strict=True):
-        rows = table["rows"][::-1]
-        names = [row["contestant"] for row in rows]
-        colours = [
-            "tab:orange" if n in partitions() else "0.4" if n in ("floor", "legs") else "tab:blue" for n in names
-        ]
-        times = [row["step_s"] for row in rows]
-        spread = [[t - r["range_s"][0] for t, r in zip(times, rows, strict=True)]]
-        spread += [[r["range_s"][1] - t for t, r in zip(times, rows, strict=True)]]
-        spread = [[max(0.0, value) for value in side] for side in spread]
-        left.barh(names, times, color=colours, xerr=spread, error_kw={"linewidth": 1})
-        left.set_xlabel("seconds a step")
-        left.set_title(
-            f"{table['model']}, s={table['accumulate']}, {setup['hosts']} hosts x {setup['ranks_per_host']}", fontsize=9
-        )
-        right.barh(names, [row["peak_bytes"] / 2**30 for row in rows], color=colours)
-        right.set_xlabel("peak GiB a rank")
-        right.set_yticklabels([])
-        left.tick_params(labelsize=7)
-        right.tick_params(labelsize=7)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-
-
 def publish(races: Iterable[tuple[dict[str, Any], list[Record]]], out: Path) -> dict[str, Any]:
-    """The table on the terminal, JSON at ``out``, and the picture beside it."""
+    """The table on the terminal, and JSON at ``out``."""
     report = make_report(races)
     save(report, out)
     show(report)
-    if any(part["tables"] for part in report["setups"]):
-        draw(report, out.with_suffix(".png"))
     return report
 
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from benchmarks.lab import namespaces
-from benchmarks.lab.bars import even_bars, uneven_bars
+from benchmarks.lab.bars import SETTINGS, even_bars, uneven_bars
 from benchmarks.lab.cluster import Cluster, RankFailed, gpus_of_host
 from benchmarks.lab.contestants import CONTESTANTS, partitions
 from benchmarks.lab.models import build
-from benchmarks.lab.report import draw, make_report, read
+from benchmarks.lab.report import make_report, read
 from benchmarks.lab.rows import rows_of
 from benchmarks.lab.schedule import Job, Race, Record, repeats, scouting
 from benchmarks.scaling import compare, workload
@@ -216,6 +216,11 @@ def test_the_bar_of_the_larger_model_is_the_floor_alone() -> None:
     assert uneven_bars(rows, "llama-1b", 8, hosts=2, gpus=2) == []
 
 
+def test_settings_with_bars_have_them() -> None:
+    assert len(SETTINGS) == 4
+    assert all(uneven_bars({}, *setting) for setting in SETTINGS)
+
+
 def test_a_bar_without_its_rows_is_neither_reached_nor_missed() -> None:
     rows = rows_of([record("paro_ggg", 1.0), record("fully_shard_1d", 1.05, peak=0.9)], "gpt2-medium", 8)
     reached = {bar.text: bar.reached for bar in even_bars(rows)}
@@ -229,7 +234,7 @@ def test_a_bar_without_its_rows_is_neither_reached_nor_missed() -> None:
     }
 
 
-def test_races_of_one_setup_are_joined_and_all_of_it_is_json(tmp_path: Path) -> None:
+def test_races_of_one_setup_are_joined_and_all_of_it_is_json() -> None:
     two = {"device": "none", "hosts": 2, "ranks_per_host": 2, "gpus": 2, "network": "none"}
     left_out = record("ddp", 0.0, status="left out: 9 s expected, 1 s left")
     report = make_report([(two, table()[:4]), (two | {"hosts": 4}, table()), (two, [*table()[4:], left_out])])
@@ -242,9 +247,6 @@ def test_races_of_one_setup_are_joined_and_all_of_it_is_json(tmp_path: Path) -> 
     assert by_name["paro_iig"]["times_best_hsdp"] == pytest.approx(1.5 / 0.78)
     assert [job["contestant"] for job in joined["not_measured"]] == ["ddp"]
     assert all(bar["reached"] is not None for bar in joined_table["bars"])
-    pytest.importorskip("matplotlib")
-    draw(report, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_error_of_a_prediction_is_relative_to_what_was_measured() -> None:

@@ -1,0 +1,105 @@
+"""Pictures of what the JSON in results/ says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lab.contestants import partitions
+
+__all__ = ["digest", "draw_collectives", "draw_scaling", "draw_table"]
+
+MIB, GIB = 2**20, 2**30
+
+
+def digest(data: Any) -> str:
+    """Stands in a picture for the data it was drawn from, so that a stale one is known without drawing it again."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+@contextmanager
+def _figure(data: Any, path: Path, panels: int, height: float) -> Iterator[Any]:
+    """The panels of a picture, one beside the other, saved in the end."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, panels, figsize=(10, height), squeeze=False, layout="constrained")
+    yield axes[0]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100, metadata={"Source": digest(data)})
+    pyplot.close(figure)
+
+
+def draw_table(table: dict[str, Any], path: Path) -> None:
+    """Step time of every row of a race's table, with its range, and its memory where that was measured."""
+    rows = table["rows"][::-1]
+    names = [row["contestant"] for row in rows]
+    colours = [_colour(name) for name in names]
+    has_memory = any(row["peak_bytes"] for row in rows)
+    with _figure(table, path, 2 if has_memory else 1, 0.9 + 0.21 * len(rows)) as axes:
+        sides = [[max(0.0, r["step_s"] - r["range_s"][0]) for r in rows]]
+        sides += [[max(0.0, r["range_s"][1] - r["step_s"]) for r in rows]]
+        axes[0].barh(names, [r["step_s"] for r in rows], color=colours, xerr=sides, error_kw={"linewidth": 1})
+        axes[0].set_xlabel("seconds a step")
+        if has_memory:
+            axes[1].barh(names, [r["peak_bytes"] / GIB for r in rows], color=colours)
+            axes[1].set_xlabel("peak GiB a rank")
+            axes[1].set_yticklabels([])
+        for axis in axes:
+            axis.margins(y=0.01)
+            axis.tick_params(labelsize=8)
+
+
+def _colour(name: str) -> str:
+    if name in ("floor", "legs"):
+        return "0.5"
+    return "tab:orange" if name in partitions() else "tab:blue"
+
+
+def draw_collectives(report: dict[str, Any], path: Path) -> None:
+    """How many times as fast two levels are as one, against the size."""
+    parts = report["setups"]
+    with _figure(report, path, len(parts), 3.4) as axes:
+        for axis, part in zip(axes, parts, strict=True):
+            for operation in dict.fromkeys(row["operation"] for row in part["rows"]):
+                rows = [row for row in part["rows"] if row["operation"] == operation]
+                axis.plot([r["nbytes"] / MIB for r in rows], [r["speedup"] for r in rows], marker="o", label=operation)
+            axis.axhline(1, color="0.6", linewidth=1)
+            axis.set_xscale("log", base=2)
+            axis.set_xlabel("MiB")
+            axis.set_ylabel("two levels, times as fast as flat")
+            axis.set_title(f"{part['setup']['hosts']} hosts x {part['setup']['ranks_per_host']}", fontsize=10)
+            axis.legend(fontsize=8)
+
+
+def draw_scaling(report: dict[str, Any], path: Path) -> None:
+    """Step time against the size of the model, and against s of the model for which that was varied."""
+    counts: dict[str, set[int]] = {}
+    for row in report["rows"]:
+        counts.setdefault(row["model"], set()).add(row["accumulate"])
+    base = max(counts, key=lambda model: len(counts[model]))
+    size = max(min(counts.values(), key=len))
+    panels = (
+        ("parameters", "parameters", f"s={size}; dashed: the planner", ("accumulate", size)),
+        ("accumulate", "micro-batches a step", base, ("model", base)),
+    )
+    with _figure(report, path, len(panels), 3.6) as axes:
+        for axis, (key, label, title, (where, value)) in zip(axes, panels, strict=True):
+            rows = [row for row in report["rows"] if row[where] == value]
+            for number, name in enumerate(dict.fromkeys(row["contestant"] for row in report["rows"])):
+                points = sorted((r[key], r["step_s"], r["predicted_s"]) for r in rows if r["contestant"] == name)
+                if points:
+                    x, measured, expected = zip(*points, strict=True)
+                    axis.plot(x, measured, marker="o", color=f"C{number}", label=name)
+                    axis.plot(x, expected, linestyle="--", color=f"C{number}")
+            axis.set_xlabel(label)
+            axis.set_ylabel("seconds a step")
+            axis.set_ylim(bottom=0)
+            axis.set_title(title, fontsize=10)
+        axes[0].legend(fontsize=8)
