@@ -185,7 +185,7 @@ def _limits(setup: dict[str, Any], rows: dict[str, dict[str, Any]]) -> Iterator[
     """How far it is to what the floor and the legs allow, and whether a bar lies beyond that."""
     mine = [rows[name] for name in rows if name in partitions()]  # fastest first
     if not (mine and setup["gpus"] and "floor" in rows and "legs" in rows):
-        return  # on CPUs computation and network do not contend: the sum says little
+        return  # without GPUs the two overlap, and their sum is no limit
     floor, legs = rows["floor"]["step_s"], rows["legs"]["step_s"]
     limit = floor + legs
     shown = list({row["contestant"]: row for row in (mine[0], rows.get("paro_iig", mine[0]))}.values())
