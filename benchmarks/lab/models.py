@@ -33,17 +33,19 @@ def _gpt2(width: int, layers: int, heads: int, length: int = 512, micro_batch: i
     return Shape("gpt2", length, micro_batch, config | {"bos_token_id": 0, "eos_token_id": 0})
 
 
-def _llama(width: int, layers: int, heads: int, kv: int, inner: int, length: int, vocab: int) -> Shape:
+def _llama(
+    width: int, layers: int, heads: int, kv: int, inner: int, length: int, vocab: int, micro_batch: int = 1
+) -> Shape:
     config = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
     config |= {"num_key_value_heads": kv, "intermediate_size": inner, "vocab_size": vocab}
-    return Shape("llama", length, 1, config | {"max_position_embeddings": length})
+    return Shape("llama", length, micro_batch, config | {"max_position_embeddings": length})
 
 
 MODELS = {
     "gpt2-small": _gpt2(768, 12, 12),
     "gpt2-medium": _gpt2(1024, 24, 16),
     "gpt2-large": _gpt2(1280, 36, 20),
-    "llama-1b": _llama(2048, 16, 32, 8, 8192, length=2048, vocab=32000),
+    "llama-1b": _llama(2048, 16, 32, 8, 8192, length=2048, vocab=32000, micro_batch=4),
     "tiny-gpt2": _gpt2(64, 4, 2, length=16, micro_batch=1, vocab=64),
     "tiny-llama": _llama(64, 4, 4, 2, 128, length=16, vocab=64),
     "cpu-gpt2": _gpt2(128, 4, 4, length=16, micro_batch=1, vocab=256),
