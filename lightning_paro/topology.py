@@ -5,6 +5,7 @@ Nothing here touches ``torch.distributed``; everything can be computed, printed 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import product
@@ -101,14 +102,62 @@ class Topology:
     The *intra* group of i is its ``group_size`` ranks. The *inter* group (a column) of j is the ranks that have the
     same j in every group.
 
+    Attributes:
+        world_size: Number of ranks.
+        group_size: Ranks of a group.
+        groups: The ranks of every group, where neighbours are not what belongs together, see :meth:`of_groups`; empty
+            for groups of neighbours.
+
     Raises:
-        ValueError: If the group size does not divide the world size.
+        ValueError: If the group size does not divide the world size, or the groups are not what :meth:`of_groups` asks.
     """
 
     world_size: int
     group_size: int
+    groups: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of_groups(cls, groups: Sequence[Sequence[int]]) -> Topology:
+        """A topology of explicit groups, for example ``[[0, 2], [1, 3]]`` where a launcher deals ranks out to hosts.
+
+        Args:
+            groups: The ranks of every group: every rank once, as many in each group, each group in ascending order,
+                and so the j-th ranks of the groups, one group after the other.
+
+        Raises:
+            ValueError: If they are not.
+        """
+        sizes = sorted({len(group) for group in groups})
+        if len(sizes) != 1:
+            raise ValueError(
+                f"there are groups of {sizes or 'no'} ranks. Every group must have the same number of ranks."
+            )
+        return cls(sum(len(group) for group in groups), sizes[0], tuple(tuple(group) for group in groups))
 
     def __post_init__(self) -> None:
+        self._check_sizes()
+        if self.groups:
+            self._check_groups()
+
+    def _check_groups(self) -> None:
+        groups = tuple(tuple(group) for group in self.groups)
+        ranks = [rank for group in groups for rank in group]
+        if sorted(ranks) != list(range(self.world_size)) or {len(group) for group in groups} != {self.group_size}:
+            raise ValueError(
+                f"groups={[list(group) for group in groups]} must hold each of the ranks 0 to {self.world_size - 1} "
+                f"once, {self.group_size} in each group."
+            )
+        rows, columns = list(groups), list(zip(*groups, strict=True))
+        for kind, members in [("group", row) for row in rows] + [("column", column) for column in columns]:
+            if list(members) != sorted(members):
+                raise ValueError(
+                    f"the ranks of a {kind} must ascend, got {list(members)} in groups={[list(g) for g in groups]}. "
+                    "HINT: list the groups in the order of their first ranks, each in ascending order."
+                )
+        is_default = ranks == list(range(self.world_size))
+        object.__setattr__(self, "groups", () if is_default else groups)  # equal topologies are equal
+
+    def _check_sizes(self) -> None:
         n, m = self.world_size, self.group_size
         for name, value in (("world_size", n), ("group_size", m)):
             if type(value) is not int:
@@ -130,15 +179,20 @@ class Topology:
 
     def coordinates(self, rank: int) -> tuple[int, int]:
         """The group index i and the member index j of ``rank``."""
+        for i, group in enumerate(self.groups):
+            if rank in group:
+                return i, group.index(rank)
         return divmod(rank, self.group_size)
 
     def intra_ranks(self, i: int) -> list[int]:
         """The ranks of group ``i``."""
+        if self.groups:
+            return list(self.groups[i])
         return [i * self.group_size + j for j in range(self.group_size)]
 
     def inter_ranks(self, j: int) -> list[int]:
         """The ranks of column ``j``: member j of every group."""
-        return [i * self.group_size + j for i in range(self.num_groups)]
+        return [self.intra_ranks(i)[j] for i in range(self.num_groups)]
 
     def divisor(self, granularity: Granularity) -> int:
         """Into how many equal shards a granularity splits a buffer: 1, group_size or world_size."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from itertools import product
 
 import pytest
@@ -112,6 +113,43 @@ def test_shards_nest_and_tile_so_that_every_move_is_contiguous(n: int, m: int) -
         column = topology.inter_ranks(j)
         assert len({elements(I, rank) for rank in column}) == 1
         assert [e for rank in column for e in elements(G, rank)] == list(elements(I, column[0]))
+
+
+@pytest.mark.parametrize("groups", [[[0, 2], [1, 3]], [[0, 3], [1, 4], [2, 5]], [[0, 1, 4], [2, 3, 5]]])
+def test_explicit_groups_have_their_own_rows_and_columns(groups: list[list[int]]) -> None:
+    topology = Topology.of_groups(groups)
+    n, m = sum(len(group) for group in groups), len(groups[0])
+    assert (topology.world_size, topology.group_size, topology.num_groups) == (n, m, len(groups))
+    seen = []
+    for i, group in enumerate(groups):
+        assert topology.intra_ranks(i) == group
+        for j, rank in enumerate(group):
+            assert topology.coordinates(rank) == (i, j)
+            assert topology.inter_ranks(j)[i] == rank
+            seen.append(topology.shard(G, rank, 8 * n))
+    assert sorted(shard.start for shard in seen) == list(range(0, 8 * n, 8))
+    assert Topology(**asdict(topology)) == topology
+    assert topology != Topology(n, m)
+
+
+def test_explicit_groups_of_neighbours_are_the_same_topology() -> None:
+    assert Topology.of_groups([[0, 1], [2, 3]]) == Topology(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([], "groups of no ranks"),
+        ([[0, 1], [2]], r"groups of \[1, 2\] ranks"),
+        ([[0, 1], [1, 2]], "each of the ranks 0 to 3 once"),
+        ([[0, 2], [1, 7]], "each of the ranks 0 to 3 once"),
+        ([[1, 0], [2, 3]], r"ranks of a group must ascend, got \[1, 0\].*HINT: list the groups"),
+        ([[0, 3], [1, 2]], r"ranks of a column must ascend, got \[3, 2\].*HINT: list the groups"),
+    ],
+)
+def test_groups_that_are_no_topology(groups: list[list[int]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Topology.of_groups(groups)
 
 
 def test_a_buffer_that_does_not_divide_has_no_shards() -> None:
