@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from lightning_paro.collectives._progress import Progress
+from lightning_paro.collectives._traffic import Traffic
 from lightning_paro.topology import Topology
 
 __all__ = ["ROLES", "ProcessGroups"]
 
-ROLES = ("intra_gather", "intra_reduce", "inter")
+ROLES = ("intra_gather", "intra_reduce", "inter", "world")
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,10 @@ class ProcessGroups:
 
     Gathers and reduces inside a group have a communicator each, so that one can be under way beside the other.
     ``control`` is a gloo group over all ranks for the small host-side values that ranks agree on; it never touches
-    the accelerator.
+    the accelerator. ``world`` is the default process group.
+
+    Attributes:
+        traffic: Bytes that :func:`all_gather` and its like sent over these groups. An engine has a count of its own.
     """
 
     topology: Topology
@@ -30,7 +35,11 @@ class ProcessGroups:
     intra_reduce: dist.ProcessGroup | None
     inter: dist.ProcessGroup | None
     control: dist.ProcessGroup | None
+    world: dist.ProcessGroup | None
     progress: Progress = field(default_factory=Progress, compare=False)
+    traffic: Traffic = field(default_factory=Traffic, compare=False)
+    shared: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What is made once over these groups, such as lanes."""
 
     @classmethod
     def create(cls, topology: Topology, timeout: timedelta | None = None) -> ProcessGroups:
@@ -41,17 +50,17 @@ class ProcessGroups:
                 on the group size.
         """
         if topology.world_size == 1:
-            return cls(topology, 0, None, None, None, None)
+            return cls(topology, 0, None, None, None, None, None)
         if dist.get_world_size() != topology.world_size:
             raise ValueError(
                 f"the topology has {topology.world_size} ranks, but the process group has {dist.get_world_size()}."
             )
         world = dist.group.WORLD
         control = _control_group(world, timeout)
-        sizes: list[int] = [0] * topology.world_size
-        dist.all_gather_object(sizes, topology.group_size, group=control)
-        if len(set(sizes)) > 1:
-            by_rank = ", ".join(f"rank {rank}: {size}" for rank, size in enumerate(sizes))
+        asked: list[object] = [None] * topology.world_size
+        dist.all_gather_object(asked, topology.groups or topology.group_size, group=control)
+        if len(set(asked)) > 1:
+            by_rank = ", ".join(f"rank {rank}: {size}" for rank, size in enumerate(asked))
             raise ValueError(
                 f"the ranks do not agree on group_size ({by_rank}). HINT: it defaults to the number of ranks on a "
                 "host; where hosts differ in that, pass one group_size on all of them."
@@ -71,13 +80,21 @@ class ProcessGroups:
             intra_reduce=_new_groups(rows, timeout)[i],
             inter=_new_groups(columns, timeout)[j],
             control=control,
+            world=world,
         )
         _created[topology] = (world, groups)
         return groups
 
     def role_size(self, role: str) -> int:
-        """Number of ranks in the group of a role: ``intra_gather``, ``intra_reduce`` or ``inter``."""
+        """Number of ranks in the group of a role: ``intra_gather``, ``intra_reduce``, ``inter`` or ``world``."""
+        if role == "world":
+            return self.topology.world_size
         return self.topology.num_groups if role == "inter" else self.topology.group_size
+
+    @property
+    def sends_out(self) -> bool:
+        """Whether this rank's successor, in a ring of all ranks in their order, is in another group."""
+        return self.topology.num_groups > 1 and (self.rank + 1) % self.topology.group_size == 0
 
 
 # A communicator costs memory and seconds: a second Trainer over the same world gets the same ones.

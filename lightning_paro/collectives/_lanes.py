@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -27,14 +28,13 @@ class Task:
     """Work under way; :meth:`wait` before its results are used or its inputs are freed.
 
     Args:
-        what: What it does, for whoever waits for it in vain.
+        what: What it does, for whoever waits for it in vain; None if it is part of another task.
         groups: The process groups, which know this rank's progress.
         keeps: Tensors that other lanes read or write until the task is done.
     """
 
-    def __init__(self, what: str, groups: ProcessGroups, keeps: tuple[Tensor, ...] = ()) -> None:
-        self._what = what
-        self._enter = groups.progress.enter
+    def __init__(self, what: str | None, groups: ProcessGroups, keeps: tuple[Tensor, ...] = ()) -> None:
+        self._enter = contextlib.nullcontext if what is None else partial(groups.progress.enter, what)
         self._keeps = keeps
         self._steps: Steps | None = None
         self._pending: Any = None
@@ -52,7 +52,7 @@ class Task:
             torch.cuda.current_stream().wait_event(self._event)
             self._event = None
         elif self._steps is not None:
-            with self._enter(self._what):
+            with self._enter():
                 while self._steps is not None:
                     pending, self._pending = self._pending, None
                     if pending is not None:
@@ -77,7 +77,7 @@ class Task:
         """On the host: what it waited for is done, so issue what comes next."""
         if isinstance(self._pending, Task) and self._pending.is_done:
             self._pending = None
-            with self._enter(self._what):
+            with self._enter():
                 self._drive()
 
     def _drive(self) -> None:
@@ -108,19 +108,30 @@ class Lanes:
         self._device = device
         self._streams = {} if self.is_async else {role: torch.cuda.Stream(device) for role in ROLES}
 
-    def start(self, steps: Steps, what: str, keeps: tuple[Tensor, ...] = ()) -> Task:
+    @classmethod
+    def over(cls, groups: ProcessGroups, device: torch.device) -> Lanes:
+        """The lanes over these groups: whoever uses a communicator does it in the same lane."""
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        key = ("lanes", device)
+        if key not in groups.shared:
+            groups.shared[key] = cls(groups, device)
+        lanes: Lanes = groups.shared[key]
+        return lanes
+
+    def start(self, steps: Steps, what: str | None, keeps: tuple[Tensor, ...] = ()) -> Task:
         """Begin a task. It sees everything that has been computed so far.
 
         Args:
             steps: What it does, see the module's description. What it leaves behind must be allocated before its first
                 step: memory that is allocated in a lane belongs to that lane.
-            what: What it is for.
+            what: What it is for; None if it is part of another task.
             keeps: Tensors it uses whose memory must not be used again before it is done.
         """
         task = Task(what, self.groups, keeps)
         if self.is_async:
             task._steps = steps
-        with task._enter(what):
+        with task._enter():
             if self.is_async:
                 task._drive()
             else:

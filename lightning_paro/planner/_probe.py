@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from rich.progress import track
 
-from lightning_paro.collectives import Ladder, ProcessGroups
+from lightning_paro.collectives import Ladder, ProcessGroups, slowest
 from lightning_paro.planner._cost import Network
 from lightning_paro.topology import Granularity, Topology
 
@@ -104,7 +102,7 @@ def probe(
         ranks = topology.group_size if links == "inside" else topology.num_groups
         numel = -(-size // (4 * topology.world_size)) * topology.world_size
         run = _operation(ladder, links, operation, numel, torch.device(device))
-        seconds = [_timed(groups, run, torch.device(device)) for _ in range(WARMUP + REPEATS)][WARMUP:]
+        seconds = [slowest(groups, torch.device(device), run) for _ in range(WARMUP + REPEATS)][WARMUP:]
         median = statistics.median(seconds)
         samples.append(Sample(links, operation, 4 * numel, median, 4 * numel * (ranks - 1) / ranks / median))  # type: ignore[arg-type]
     return Probe(topology, torch.device(device).type, tuple(samples))
@@ -129,20 +127,3 @@ def _operation(ladder: Ladder, links: Links, operation: str, numel: int, device:
         ladder.lanes.start(steps, "measuring the network").wait()
 
     return run
-
-
-def _timed(groups: ProcessGroups, run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the slowest rank."""
-    dist.barrier(group=groups.control)
-    _synchronize(device)
-    start = time.perf_counter()
-    run()
-    _synchronize(device)
-    seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=groups.control)
-    return float(seconds)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

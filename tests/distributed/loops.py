@@ -92,8 +92,10 @@ class Alone:
 class Sharded(Alone):
     """One rank of an engine."""
 
-    def __init__(self, partition: str, group_size: int = 2, **options: Any) -> None:
-        self.groups = ProcessGroups.create(Topology(WORLD_SIZE, group_size))
+    def __init__(self, partition: str, group_size: int | list[list[int]] = 2, **options: Any) -> None:
+        explicit = isinstance(group_size, list)
+        topology = Topology.of_groups(group_size) if explicit else Topology(WORLD_SIZE, group_size)
+        self.groups = ProcessGroups.create(topology)
         self.rank = self.groups.rank
         self._partition = Partition.parse(partition)
         self._options = options

@@ -40,9 +40,10 @@ class WorkerError(Exception):
 
 
 class Pool:
-    """``WORLD_SIZE`` ranks of a gloo process group on loopback."""
+    """Ranks of a gloo process group on loopback."""
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int = WORLD_SIZE) -> None:
+        self._world_size = world_size
         self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any) -> list[Any]:
@@ -87,9 +88,9 @@ class Pool:
 
     def _start(self) -> None:
         port = free_port()
-        for rank in range(WORLD_SIZE):
+        for rank in range(self._world_size):
             here, there = FORKS.Pipe()
-            process = FORKS.Process(target=_work, args=(rank, port, there), daemon=True)
+            process = FORKS.Process(target=_work, args=(rank, self._world_size, port, there), daemon=True)
             process.start()
             self._workers.append((process, here))
 
@@ -101,16 +102,16 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _work(rank: int, port: int, connection: Connection) -> None:
+def _work(rank: int, world_size: int, port: int, connection: Connection) -> None:
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", WORLD_SIZE=str(WORLD_SIZE),
-        LOCAL_WORLD_SIZE=str(WORLD_SIZE), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         TORCHELASTIC_RUN_ID="pool", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", GLOO_SOCKET_IFNAME="lo",
     )  # fmt: skip
     import torch
 
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
     while True:
         try:
             function, args, kwargs = connection.recv()

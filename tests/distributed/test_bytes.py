@@ -40,7 +40,7 @@ class Recorder:
         self.bytes[group] += passes * largest * (size - 1) // size
 
 
-_WORDS = ("gather", "scatter", "reduce", "alltoall", "all_to_all")
+_WORDS = ("gather", "scatter", "reduce", "broadcast", "alltoall", "all_to_all")
 _COLLECTIVES = [name for name in vars(ProcessGroup) if any(word in name for word in _WORDS)]
 
 

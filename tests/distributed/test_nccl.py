@@ -65,21 +65,26 @@ def _one_process(accumulate: int) -> list[Tensor]:
     return [p.detach().cpu() for p in model.parameters()]
 
 
-def _rank(rank: int, port: int, hosts: int) -> None:
+def _join(rank: int, port: int, hosts: int) -> torch.device:
+    """Become a rank of hosts of two ranks."""
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NCCL_IB_DISABLE="1", NCCL_SOCKET_IFNAME="lo",
         NCCL_HOSTID=f"host{rank // 2}",
     )  # fmt: skip
+    device = torch.device("cuda", rank % 2)
+    torch.cuda.set_device(device)
+    torch.distributed.init_process_group(
+        "nccl", rank=rank, world_size=2 * hosts, timeout=timedelta(seconds=120), device_id=device
+    )
+    return device
+
+
+def _rank(rank: int, port: int, hosts: int) -> None:
+    device, world = _join(rank, port, hosts), 2 * hosts
     from lightning_paro.collectives import ProcessGroups
     from lightning_paro.sharding import Engine
     from lightning_paro.topology import Partition, Topology
 
-    device = torch.device("cuda", rank % 2)
-    torch.cuda.set_device(device)
-    world = 2 * hosts
-    torch.distributed.init_process_group(
-        "nccl", rank=rank, world_size=world, timeout=timedelta(seconds=120), device_id=device
-    )
     groups = ProcessGroups.create(Topology(world, 2))
     for accumulate in (1, 3):
         expected = _one_process(accumulate)
@@ -124,3 +129,49 @@ def _rank(rank: int, port: int, hosts: int) -> None:
 @pytest.mark.parametrize("hosts", [2, 4])
 def test_all_combinations_equal_one_process_on_posed_hosts(hosts: int) -> None:
     torch.multiprocessing.spawn(_rank, (free_port(), hosts), nprocs=2 * hosts)
+
+
+def _collectives(rank: int, port: int, hosts: int) -> None:
+    device = _join(rank, port, hosts)
+    from lightning_paro.collectives import ChunkPlan, ProcessGroups, all_gather, all_reduce, tune
+    from lightning_paro.topology import Topology
+    from tests.distributed.test_two_level import in_flight, wrong_results
+
+    world = 2 * hosts
+    for group_size in (1, 2, world):
+        assert not wrong_results(group_size, str(device))
+        for seed in range(3):
+            assert not in_flight(group_size, seed, str(device))
+
+    groups = ProcessGroups.create(Topology(world, 2))
+    generator = torch.Generator().manual_seed(rank)
+    numbers = torch.randn(2**20 + 1, generator=generator).to(device)
+    for chunk_bytes in (0, 2**16):
+        sums = [numbers.clone(), numbers.clone()]
+        for tensor in sums:
+            all_reduce(tensor, groups, chunk_bytes=chunk_bytes)
+        assert torch.equal(*sums), "the same bits again"
+        everywhere = torch.empty(world, numbers.numel(), device=device)
+        all_gather(everywhere, sums[0], groups)
+        assert all(torch.equal(row, sums[0]) for row in everywhere), "the same bits on all ranks"
+
+    for _ in range(20):  # staging is used again and again, and given back while lanes are busy
+        tensor = torch.full((2**22,), float(rank), device=device)
+        all_reduce(tensor, groups, chunk_bytes=2**18)
+        other = torch.full((2**22,), -1.0, device=device)
+        assert tensor.min().item() == tensor.max().item() == world * (world - 1) / 2
+        assert other.max().item() == -1.0
+
+    before = torch.cuda.current_stream()
+    plan = tune(groups, device, sizes=(2**22,), chunks=(0, 2**20))
+    assert isinstance(plan, ChunkPlan)
+    assert plan.seconds.keys() == {"all_gather", "reduce_scatter", "all_reduce", "broadcast"}
+    assert torch.cuda.current_stream() == before
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_collectives_in_two_levels_on_posed_hosts(hosts: int) -> None:
+    torch.multiprocessing.spawn(_collectives, (free_port(), hosts), nprocs=2 * hosts)

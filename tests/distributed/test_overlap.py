@@ -120,6 +120,25 @@ def _write_after_a_step(loop: Any) -> nn.Module:
     return model
 
 
+def _accumulate(loop: Any) -> nn.Module:
+    model = stack(3)
+    loop.shard(model)
+    optimizer = loop.attach(adamw(model))
+    for step in range(2):
+        optimizer.zero_grad()
+        for micro in range(3):
+            with loop.step():
+                loss = loop.mean(lambda rank, s=step, m=micro: model(share(s, rank, m)).square().mean())
+            loop.backward(loss, sync=micro == 2)
+        optimizer.step()
+    return model
+
+
+def test_explicit_groups_train_as_one_process(pool: Pool) -> None:
+    assert_as_alone(pool, _write_after_a_step, [name for name in ALL if name[0] == "n"], group_size=[[0, 2], [1, 3]])
+    assert_as_alone(pool, _accumulate, ["iig", "igg", "ggg"], group_size=[[0, 2], [1, 3]])
+
+
 @pytest.mark.parametrize("partition", [name for name in ALL if name[0] == "n"])
 @pytest.mark.parametrize("group_size", [1, 2, 4])
 def test_whoever_writes_to_a_whole_parameter_after_a_step_writes_to_its_new_value(
