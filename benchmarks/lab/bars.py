@@ -62,6 +62,12 @@ def uneven_bars(rows: Rows, model: str, accumulate: int, hosts: int, gpus: int) 
             Bar("best PaRO, times as fast as FSDP FULL_SHARD", _speed(sharded, mine), full, True),
             Bar("best PaRO, times as fast as the best HSDP", _speed(hsdp, mine), two, True),
             Bar("paro_iig, memory of fully_shard 2-D", _memory(iig, rows.get("fully_shard_2d")), 0.93, False),
+            Bar(
+                "paro_iig accumulating in bf16, as fully_shard 2-D does, memory of that",
+                _memory(rows.get("paro_iig_low"), rows.get("fully_shard_2d")),
+                0.93,
+                False,
+            ),
             Bar("paro_iig, memory of FSDP HYBRID_SHARD", _memory(iig, rows.get("fsdp_hybrid")), 0.76, False),
             Bar("paro_ggg, times as fast as FSDP FULL_SHARD", _speed(sharded, ggg), 1.3, True),
             Bar("paro_ggg, memory of FSDP FULL_SHARD", _memory(ggg, sharded), 0.82, False),

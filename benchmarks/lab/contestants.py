@@ -67,6 +67,7 @@ def _entries() -> dict[str, Entry]:
     for stage in (1, 2, 3):
         entries[f"deepspeed_zero{stage}"] = Entry(zero, {"stage": stage}, needs="deepspeed")
     entries["deepspeed_mics"] = Entry(zero, {"stage": 3, "mics": True}, needs="deepspeed")
+    entries["paro_iig_low"] = Entry("ours:Paro", {"partition": "iig", "low": True})
     entries["paro_iig_autocast"] = Entry("ours:Paro", {"partition": "iig", "autocast": True})
     for name in ("paro_iig", "ddp"):
         entries[f"trainer_{name}"] = Entry("trainer:measure", {"strategy": name}, blocks=(1,))

@@ -19,21 +19,29 @@ __all__ = ["Floor", "Legs", "Paro"]
 
 
 class Paro(Contestant):
-    """The engine, by partition; ``blocks`` of the model's blocks travel in one launch."""
+    """The engine, by partition; ``blocks`` of the model's blocks travel in one launch.
 
-    def __init__(self, rank: Rank, model: nn.Module, blocks: int, partition: str, autocast: bool = False) -> None:
+    With ``low`` micro-batches are accumulated in the compute dtype, as some of the peers do.
+    """
+
+    def __init__(
+        self, rank: Rank, model: nn.Module, blocks: int, partition: str, autocast: bool = False, low: bool = False
+    ) -> None:
         super().__init__(rank)
         self.module, self.autocast = model, autocast
         sized: dict[str, Any] = {}
         if "bucket_bytes" in inspect.signature(Engine).parameters:
             sized["bucket_bytes"] = int(1.01 * blocks * block_numel(model) * self.compute.itemsize)  # and padding
-        policy = PrecisionPolicy(self.compute, master_weights=self.compute is not torch.float32)
+        accumulator = self.compute if low else torch.float32
+        policy = PrecisionPolicy(
+            self.compute, master_weights=self.compute is not torch.float32, accumulator_dtype=accumulator
+        )
         self.engine = Engine(
             model, Partition.parse(partition), rank.groups, policy=policy, device=rank.device, **sized
         )  # fmt: skip
         self.optimizer = adamw(model.parameters())
         self.shards = self.engine.attach(self.optimizer)
-        self.accumulator = f"fp32, {self.engine.partition.g.name}"
+        self.accumulator = f"{short(accumulator)}, {self.engine.partition.g.name}"
 
     def micro_batch(self, batch: Tensor, share: float, is_last: bool) -> Tensor:
         self.engine.step_begin()
