@@ -95,7 +95,9 @@ def bytes_table(trained: Meter) -> Table:
     n, m, ng, s = engine.topology.world_size, GROUP_SIZE, engine.topology.num_groups, MICRO_BATCHES
     sizes = {unit.name: sum(flat.numel * flat.dtype.itemsize for flat in unit.flats) for unit in engine.units}
     whole = sum(sizes.values())
-    gathered = s * (2 * whole - sizes["rest"])  # for forward and for backward; the rest stays whole in between
+    # for forward and for backward; the rest stays whole in between, and so does the last block, from the second time on
+    last = sizes[engine.units[-1].name]
+    gathered = s * (2 * whole - sizes["rest"] - last) + last / STEPS
     ring = whole * (n - 1) / n  # over each link of a flat ring, to gather or to reduce once
 
     table = Table("MB", "measured", "formula", "DDP", "FSDP")
