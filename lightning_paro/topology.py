@@ -135,12 +135,13 @@ class Topology:
         return cls(sum(len(group) for group in groups), sizes[0], tuple(tuple(group) for group in groups))
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", tuple(tuple(group) for group in self.groups))
         self._check_sizes()
         if self.groups:
             self._check_groups()
 
     def _check_groups(self) -> None:
-        groups = tuple(tuple(group) for group in self.groups)
+        groups = self.groups
         ranks = [rank for group in groups for rank in group]
         if sorted(ranks) != list(range(self.world_size)) or {len(group) for group in groups} != {self.group_size}:
             raise ValueError(

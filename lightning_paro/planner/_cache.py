@@ -57,6 +57,7 @@ def _key(groups: ProcessGroups, device: torch.device) -> dict[str, Any]:
         "hosts": hosts,
         "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
         "group_size": groups.topology.group_size,
+        "groups": [list(group) for group in groups.topology.groups],
         "backend": dist.get_backend(),
         "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
