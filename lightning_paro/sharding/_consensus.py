@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,9 +14,39 @@ from torch import Tensor, nn
 from lightning_paro.collectives import ProcessGroups
 from lightning_paro.topology import Partition
 
-__all__ = ["agree", "check_same_model", "describe_model", "different_paths", "maximum"]
+__all__ = ["MEETING_BYTES", "agree", "check_same_model", "describe_model", "different_paths", "maximum", "meet"]
 
 T = TypeVar("T")
+
+MEETING_BYTES = 16
+"""What :func:`meet` exchanges."""
+
+
+def meet(groups: ProcessGroups, what: str) -> None:
+    """All ranks come here for the same purpose, or all are told who came for what.
+
+    Raises:
+        RuntimeError: If they did not; on all ranks.
+    """
+    if groups.control is None:
+        return
+    code = zlib.crc32(what.encode())  # the same in every process
+    codes = torch.tensor([code, -code])
+    with groups.progress.enter(what):
+        dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=groups.control)
+    if int(codes[0]) == -int(codes[1]):
+        return
+    everyone: list[str] = [""] * groups.topology.world_size
+    dist.all_gather_object(everyone, what, group=groups.control)
+    places: dict[str, list[int]] = {}
+    for rank, place in enumerate(everyone):
+        places.setdefault(place, []).append(rank)
+    lines = "\n".join(f"  {_ranks(ranks)}: {place}" for place, ranks in places.items())
+    raise RuntimeError(
+        f"the ranks do different things at the same time:\n{lines}\nHINT: every rank must make the same collective "
+        "calls in the same order, so call full_parameters, grad_norm, save_checkpoint and log(sync_dist=True) on all "
+        "ranks, not on rank 0 only."
+    )
 
 
 def agree(groups: ProcessGroups, what: str, make: Callable[[], T]) -> list[T]:
@@ -41,6 +72,7 @@ def agree(groups: ProcessGroups, what: str, make: Callable[[], T]) -> list[T]:
     report = "".join(traceback.format_exception(error)) if error is not None else None
     everyone: list[Any] = [(report, result)]
     if groups.control is not None:
+        meet(groups, what)
         everyone = [None] * groups.topology.world_size
         with groups.progress.enter(what):
             dist.all_gather_object(everyone, (report, result), group=groups.control)
@@ -53,9 +85,14 @@ def agree(groups: ProcessGroups, what: str, make: Callable[[], T]) -> list[T]:
     return [result for _, result in everyone]
 
 
-def maximum(groups: ProcessGroups, values: Tensor, what: str) -> Tensor:
-    """The elementwise maximum of an integer host tensor over all ranks, in place; ``what`` says what it is for."""
+def maximum(groups: ProcessGroups, values: Tensor, what: str, in_step: bool = False) -> Tensor:
+    """The elementwise maximum of an integer host tensor over all ranks, in place; ``what`` says what it is for.
+
+    ``in_step`` if ranks are known to come here together, so that nothing has to be compared first.
+    """
     if groups.control is not None:
+        if not in_step:
+            meet(groups, what)
         with groups.progress.enter(what):
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=groups.control)
     return values

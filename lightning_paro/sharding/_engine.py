@@ -13,7 +13,15 @@ from lightning_paro.collectives import BUCKET_BYTES, Ladder, ProcessGroups, Traf
 from lightning_paro.sharding._ascent import Ascent
 from lightning_paro.sharding._backward import Backward
 from lightning_paro.sharding._buffers import Buffers
-from lightning_paro.sharding._consensus import agree, check_same_model, describe_model, different_paths, maximum
+from lightning_paro.sharding._consensus import (
+    MEETING_BYTES,
+    agree,
+    check_same_model,
+    describe_model,
+    different_paths,
+    maximum,
+    meet,
+)
 from lightning_paro.sharding._descent import Descent
 from lightning_paro.sharding._evaluation import Evaluation
 from lightning_paro.sharding._flat import Flat
@@ -188,6 +196,7 @@ class Engine:
             writeback: Keep rank 0's changes. Without it they are lost, except where parameters are not partitioned
                 (p=N): there is no other copy of them.
         """
+        self.meet("entering full_parameters")
         chosen = self.units
         if module is not None:
             flats = {id(self.locate(p)[0]) for p in module.parameters()}
@@ -291,13 +300,17 @@ class Engine:
             self.traffic.control += value.nbytes
         return value
 
+    def meet(self, what: str) -> None:
+        """Raise on all ranks unless all came here for the same purpose. Collective, on the host."""
+        meet(self.groups, what)
+
     def agree(self, what: str, make: Callable[[], T]) -> list[T]:
         """Everybody's result of ``make``, by rank; if it raises on one rank, all raise. Collective, on the host."""
         return agree(self.groups, what, make)
 
     def maximum(self, values: Tensor, what: str) -> Tensor:
         """The elementwise maximum of an integer host tensor over all ranks, in place. Collective, on the host."""
-        self.traffic.control += values.nbytes
+        self.traffic.control += MEETING_BYTES + values.nbytes
         return maximum(self.groups, values, what)
 
     def any_rank(self, flag: bool) -> bool:
@@ -359,6 +372,7 @@ class Engine:
         Yields:
             Whether this is rank 0.
         """
+        self.meet("reading the whole model")
         here = self.groups.rank == 0
         for flat in self.flats:
             flat.lend(here=here)

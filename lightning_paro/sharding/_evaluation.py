@@ -69,7 +69,7 @@ class Evaluation:
         topology, rank = self._groups.topology, self._groups.rank
         wishes = torch.full((topology.world_size,), -1)
         wishes[rank] = -1 if wanted is None else wanted.index
-        maximum(self._groups, wishes, "choosing the units to gather in evaluation")
+        maximum(self._groups, wishes, "choosing the units to gather in evaluation", in_step=True)
         partners = list(range(topology.world_size))
         if self._p is Granularity.I:
             partners = topology.intra_ranks(topology.coordinates(rank)[0])

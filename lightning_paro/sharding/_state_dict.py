@@ -30,6 +30,7 @@ def optimizer_state_dict(engine: Engine, optimizer: torch.optim.Optimizer) -> di
         On rank 0 the state with every tensor whole on the host; an empty dict on the other ranks.
     """
     shards = engine.shards_of(optimizer)
+    engine.meet("reading the whole state of an optimizer")
     here = engine.groups.rank == 0
     state = _own(shards) if engine.partition.os is Granularity.N else _gathered(engine, shards, here)
     if not here:

@@ -167,6 +167,7 @@ class ParoStrategy(ProcessesStrategy):
         Returns:
             A scalar tensor.
         """
+        self.engine.meet("computing the norm of the gradient")
         return self.engine.grad_norm(optimizer)
 
     @contextmanager

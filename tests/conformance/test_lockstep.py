@@ -118,8 +118,8 @@ if __name__ == "__main__":
             ("gathering unit 'blocks.3'", "reducing the gradient of unit 'blocks.3'"),
             marks=pytest.mark.full,
         ),
-        ("parameters", ("gathering unit", "skip.py:12", "torch.distributed.broadcast, called at")),
-        pytest.param("norm", ("torch.distributed.all_reduce, called at", "skip.py:15"), marks=pytest.mark.full),
+        ("parameters", ("entering full_parameters", "skip.py:12", "gathering unit")),
+        pytest.param("norm", ("the norm of the gradient", "skip.py:15", "gathering unit"), marks=pytest.mark.full),
     ],
 )
 def test_ranks_that_wait_in_different_places_end_and_say_where(

@@ -166,3 +166,27 @@ def _groups_twice() -> bool:
 
 def test_groups_are_created_once(pool: Pool) -> None:
     assert pool.run(_groups_twice) == [True] * WORLD_SIZE
+
+
+def _one_alone(partition: str) -> None:
+    loop = Sharded(partition)
+    model = Stack().double()
+    loop.shard(model)
+    if loop.rank == 0:
+        with loop.full_parameters(model):
+            pass
+    with loop.step():
+        loss = model(torch.ones(3, 6, dtype=torch.float64)).sum()
+    loop.backward(loss)
+
+
+def test_what_one_rank_does_alone_ends_all_where_they_meet(pool: Pool) -> None:
+    """With whole parameters (p=N) the others come as far as the boundary of their backward."""
+    with pytest.raises(WorkerError) as caught:
+        pool.run(_one_alone, "nig")
+    pool.close()  # some ranks have sent what others never took; the next call starts anew
+    for message in caught.value.messages():
+        assert "the ranks do different things at the same time" in (message or "")
+        assert "rank 0: entering full_parameters" in (message or "")
+        assert "ranks 1, 2, 3: agreeing on the gradients of a backward" in (message or "")
+        assert "on all ranks, not on rank 0 only" in (message or "")
