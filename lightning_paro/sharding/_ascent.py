@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -28,9 +28,12 @@ class Ascent:
         units: All units of the engine.
         ladder: Moves between granularities.
         bucket_bytes: Neighbours move together up to this many bytes, whole and in the compute dtype.
+        compare: Makes sure that all ranks have needed the same units up to now; called where this step is the first to
+            differ from the last one, since a rank that differs alone would gather something else than the others.
     """
 
-    def __init__(self, units: list[Unit], ladder: Ladder, bucket_bytes: int) -> None:
+    def __init__(self, units: list[Unit], ladder: Ladder, bucket_bytes: int, compare: Callable[[], None]) -> None:
+        self._compare = compare
         self.history: list[int] = []
         """Indices of the units needed since somebody last cleared it; the same on all ranks."""
         self._units = units
@@ -73,7 +76,9 @@ class Ascent:
         if unit.is_whole and launch is None and kept is not unit:
             return
         self.history.append(unit.index)
-        self._on_track = self._on_track and self._next() == unit.index
+        if self._on_track and self._next() != unit.index:
+            self._on_track = False
+            self._compare()
         self._now.append(unit.index)
         if not unit.is_whole:
             if not unit.is_arriving:

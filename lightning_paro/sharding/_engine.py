@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -118,7 +119,7 @@ class Engine:
             self.units.append(Unit(len(self.units), spec.name, spec.module, flats, *hooks))
         self._rest = [unit for unit, spec in zip(self.units, specs, strict=True) if spec.module is None]
         self.flats = [flat for unit in self.units for flat in unit.flats]
-        self._ascent = Ascent(self.units, ladder, bucket_bytes)
+        self._ascent = Ascent(self.units, ladder, bucket_bytes, _weakly(self._compare_paths))
         self._descent = Descent(ladder, bucket_bytes)
         self._backward = Backward(self.units, self._descent)
         self.where: dict[int, tuple[Flat, int]] = {
@@ -454,16 +455,38 @@ class Engine:
     def _agree_on_used(self) -> None:
         """One small host-side exchange at a boundary: which parameters had a gradient, and who gathered what."""
         used = [index in flat.touched for flat in self._backward.flats for index in range(len(flat.slots))]
-        history = self._ascent.history
-        path = [self.units[index].name for index in history]
-        digest = hash(tuple(history)) >> 1  # of numbers: the same in every process
-        history.clear()
-        mine = torch.tensor([*used, self.wants_to_stop, digest, -digest])
+        mine = torch.tensor([*used, self.wants_to_stop, *self._digest()])
         values = self.maximum(mine, "agreeing on the gradients of a backward").tolist()
         self.all_stop = bool(values[-3])
-        if values[-2] != -values[-1]:  # also between groups: what they reduced together was not the same
-            raise different_paths(self.agree("comparing the units that ran", lambda: path), self.partition)
+        self._check_paths(values[-2:])  # also between groups: what they reduce together has to be the same
+        self._ascent.history.clear()
         position = 0
         for flat in self._backward.flats:
             flat.agree_on_used(index for index in range(len(flat.slots)) if values[position + index])
             position += len(flat.slots)
+
+    def _digest(self) -> tuple[int, int]:
+        """Of the units needed since the last boundary; the maximum over ranks tells whether it is that of all."""
+        digest = hash(tuple(self._ascent.history)) >> 1  # of numbers: the same in every process
+        return digest, -digest
+
+    def _compare_paths(self) -> None:
+        digests = self.maximum(torch.tensor(self._digest()), "comparing the units that run")
+        self._check_paths(digests.tolist())
+
+    def _check_paths(self, digests: list[int]) -> None:
+        if digests[0] != -digests[1]:
+            path = [self.units[index].name for index in self._ascent.history]
+            raise different_paths(self.agree("comparing the units that ran", lambda: path), self.partition)
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """For a part of the engine to call it: owning it would be a cycle."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        bound = reference()
+        if bound is not None:
+            bound()
+
+    return call
