@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from lightning_paro.collectives import Ladder, after
 from lightning_paro.collectives._lanes import Steps
+from lightning_paro.sharding._accord import Accord
 from lightning_paro.sharding._flat import Flat
 from lightning_paro.sharding._unit import Unit
 from lightning_paro.topology import Granularity
@@ -28,14 +29,12 @@ class Ascent:
         units: All units of the engine.
         ladder: Moves between granularities.
         bucket_bytes: Neighbours move together up to this many bytes, whole and in the compute dtype.
-        compare: Makes sure that all ranks have needed the same units up to now; called where this step is the first to
-            differ from the last one, since a rank that differs alone would gather something else than the others.
+        accord: Knows the path of this rank, and makes sure that it is that of all where a step is the first to differ
+            from the last one: a rank that differs alone would gather something else than the others.
     """
 
-    def __init__(self, units: list[Unit], ladder: Ladder, bucket_bytes: int, compare: Callable[[], None]) -> None:
-        self._compare = compare
-        self.history: list[int] = []
-        """Indices of the units needed since somebody last cleared it; the same on all ranks."""
+    def __init__(self, units: list[Unit], ladder: Ladder, bucket_bytes: int, accord: Accord) -> None:
+        self._accord = accord
         self._units = units
         self._ladder = ladder
         self._bucket_bytes = bucket_bytes
@@ -75,10 +74,10 @@ class Ascent:
         launch = self._ahead.pop(unit.index, None)
         if unit.is_whole and launch is None and kept is not unit:
             return
-        self.history.append(unit.index)
+        self._accord.path.append(unit.index)
         if self._on_track and self._next() != unit.index:
             self._on_track = False
-            self._compare()
+            self._accord.compare_paths()
         self._now.append(unit.index)
         if not unit.is_whole:
             if not unit.is_arriving:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_paro.collectives import BUCKET_BYTES, Ladder, ProcessGroups, Traffic
+from lightning_paro.sharding._accord import Accord
 from lightning_paro.sharding._ascent import Ascent
 from lightning_paro.sharding._backward import Backward
 from lightning_paro.sharding._buffers import Buffers
@@ -19,7 +19,6 @@ from lightning_paro.sharding._consensus import (
     agree,
     check_same_model,
     describe_model,
-    different_paths,
     maximum,
     meet,
 )
@@ -82,10 +81,6 @@ class Engine:
         self.optimizers: list[OptimizerShards] = []
         self.sync_gradients = True
         """Whether the next backward is a boundary, see :meth:`backward_begin`."""
-        self.wants_to_stop = False
-        """Whether this rank has to end; the others hear of it at the next boundary."""
-        self.all_stop = False
-        """Whether some rank had to end by the last boundary: the same on all ranks."""
         self._in_step = self._is_boundary = self._rest_is_held = False
 
         specs: list[UnitSpec] = []
@@ -119,7 +114,8 @@ class Engine:
             self.units.append(Unit(len(self.units), spec.name, spec.module, flats, *hooks))
         self._rest = [unit for unit, spec in zip(self.units, specs, strict=True) if spec.module is None]
         self.flats = [flat for unit in self.units for flat in unit.flats]
-        self._ascent = Ascent(self.units, ladder, bucket_bytes, _weakly(self._compare_paths))
+        self.accord = Accord([unit.name for unit in self.units], self.partition, groups, self.traffic)
+        self._ascent = Ascent(self.units, ladder, bucket_bytes, self.accord)
         self._descent = Descent(ladder, bucket_bytes)
         self._backward = Backward(self.units, self._descent)
         self.where: dict[int, tuple[Flat, int]] = {
@@ -171,7 +167,7 @@ class Engine:
         """End of a backward: reduce what is left, agree on what was used, show the optimizer its gradients."""
         self._backward.end()
         if self._is_boundary:
-            self._agree_on_used()
+            self.accord.at_boundary(self._backward.flats)
         self._descent.wait()
         for flat in self.flats:
             flat.show()
@@ -451,42 +447,3 @@ class Engine:
             self._rest_is_held = False
             for unit in self._rest:
                 unit.let_go()
-
-    def _agree_on_used(self) -> None:
-        """One small host-side exchange at a boundary: which parameters had a gradient, and who gathered what."""
-        used = [index in flat.touched for flat in self._backward.flats for index in range(len(flat.slots))]
-        mine = torch.tensor([*used, self.wants_to_stop, *self._digest()])
-        values = self.maximum(mine, "agreeing on the gradients of a backward").tolist()
-        self.all_stop = bool(values[-3])
-        self._check_paths(values[-2:])  # also between groups: what they reduce together has to be the same
-        self._ascent.history.clear()
-        position = 0
-        for flat in self._backward.flats:
-            flat.agree_on_used(index for index in range(len(flat.slots)) if values[position + index])
-            position += len(flat.slots)
-
-    def _digest(self) -> tuple[int, int]:
-        """Of the units needed since the last boundary; the maximum over ranks tells whether it is that of all."""
-        digest = hash(tuple(self._ascent.history)) >> 1  # of numbers: the same in every process
-        return digest, -digest
-
-    def _compare_paths(self) -> None:
-        digests = self.maximum(torch.tensor(self._digest()), "comparing the units that run")
-        self._check_paths(digests.tolist())
-
-    def _check_paths(self, digests: list[int]) -> None:
-        if digests[0] != -digests[1]:
-            path = [self.units[index].name for index in self._ascent.history]
-            raise different_paths(self.agree("comparing the units that ran", lambda: path), self.partition)
-
-
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """For a part of the engine to call it: owning it would be a cycle."""
-    reference = weakref.WeakMethod(method)
-
-    def call() -> None:
-        bound = reference()
-        if bound is not None:
-            bound()
-
-    return call

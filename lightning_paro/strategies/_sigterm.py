@@ -33,9 +33,9 @@ def stop_together(trainer: Trainer, engine: Engine) -> list[Callable[[], object]
 
     def told(signum: int, frame: FrameType | None) -> None:
         """The handler: the processes that this one launched are told, and the others at the next boundary."""
-        if engine.wants_to_stop:
+        if engine.accord.wants_to_stop:
             return
-        engine.wants_to_stop = True
+        engine.accord.wants_to_stop = True
         print(
             f"lightning_paro: rank {trainer.global_rank} received signal {signum}: all ranks stop after this step.",
             file=sys.stderr,
@@ -47,7 +47,7 @@ def stop_together(trainer: Trainer, engine: Engine) -> list[Callable[[], object]
 
     def ask() -> None:
         """Before a training batch."""
-        if engine.all_stop:
+        if engine.accord.all_stop:
             connector.received_sigterm = True
             raise SIGTERMException
 
