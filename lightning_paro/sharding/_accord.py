@@ -65,6 +65,7 @@ class Accord:
     def _check_paths(self, digests: list[int]) -> None:
         if digests[0] != -digests[1]:
             path = [self._names[index] for index in self.path]
+            self.path.clear()
             raise different_paths(agree(self._groups, "comparing the units that ran", lambda: path), self._partition)
 
     def _maximum(self, mine: Tensor, what: str) -> list[int]:

@@ -17,6 +17,9 @@ __all__ = ["Ascent", "in_buckets"]
 
 N = Granularity.N
 
+_END = -1
+"""Among the indices of units: the end of a backward, where everything is let go."""
+
 
 class Ascent:
     """Makes units whole when they are needed, and the ones after them under way by then.
@@ -61,6 +64,18 @@ class Ascent:
         self._ahead.clear()
         self._kept = None
 
+    def backward_end(self) -> None:
+        """End of a backward: what comes after it is gathered after it."""
+        self.forget()
+        self._follow(_END)
+
+    def discard(self) -> None:
+        """Values are about to change: what has been gathered ahead would be of the old ones."""
+        for index in self._ahead:
+            for flat in self._units[index].flats:
+                flat.discard_arrival()
+        self._ahead.clear()
+
     def abort(self) -> None:
         """An interrupted step says nothing about the next."""
         self.forget()
@@ -75,10 +90,7 @@ class Ascent:
         if unit.is_whole and launch is None and kept is not unit:
             return
         self._accord.path.append(unit.index)
-        if self._on_track and self._next() != unit.index:
-            self._on_track = False
-            self._accord.compare_paths()
-        self._now.append(unit.index)
+        self._follow(unit.index)
         if not unit.is_whole:
             if not unit.is_arriving:
                 self._gather([unit])
@@ -107,6 +119,13 @@ class Ascent:
             else:
                 flat.settle()
 
+    def _follow(self, index: int) -> None:
+        if self._on_track and self._next() != index:
+            self._on_track = False
+            if index != _END:
+                self._accord.compare_paths()
+        self._now.append(index)
+
     def _next(self) -> int | None:
         position = len(self._now)
         return self._last[position] if position < len(self._last) else None
@@ -120,6 +139,8 @@ class Ascent:
         bucket: list[Unit] = []
         size = 0
         for place, index in enumerate(self._last[position:], position):
+            if index == _END:
+                break
             candidate = self._units[index]
             if candidate.holds:
                 continue

@@ -81,7 +81,7 @@ class Engine:
         self.optimizers: list[OptimizerShards] = []
         self.sync_gradients = True
         """Whether the next backward is a boundary, see :meth:`backward_begin`."""
-        self._in_step = self._is_boundary = self._rest_is_held = False
+        self._in_step = self._in_backward = self._is_boundary = self._rest_is_held = False
 
         specs: list[UnitSpec] = []
 
@@ -159,7 +159,9 @@ class Engine:
         If :attr:`sync_gradients` is set it is a boundary, whose gradients go all the way down to the optimizer's
         shards; otherwise they are accumulated at the rung of g.
         """
+        self._drop_backward()
         self._backward.listen()
+        self._in_backward = True
         self._is_boundary = self.sync_gradients
         self._backward.begin(self._is_boundary)
 
@@ -171,7 +173,8 @@ class Engine:
         self._descent.wait()
         for flat in self.flats:
             flat.show()
-        self._ascent.forget()
+        self._in_backward = False
+        self._ascent.backward_end()
         for unit in self.units:
             unit.settle()
         if not self._in_step:
@@ -208,6 +211,8 @@ class Engine:
             if self._in_step and torch.is_grad_enabled():  # a backward may come back to what was computed here
                 for unit in chosen:
                     unit.is_kept = True
+            if writeback:
+                self.discard_ahead()
             for flat in (flat for unit in chosen for flat in unit.flats):
                 if writeback:
                     flat.collect()
@@ -280,12 +285,17 @@ class Engine:
             total = torch.stack(norms).square().sum()
         return self.sum_over_shards(total).sqrt()
 
+    def discard_ahead(self) -> None:
+        """Before values change: forget what has been gathered ahead of its use."""
+        self._ascent.discard()
+
     def update(self, flats: Iterable[Flat]) -> None:
         """After a step: the new values of some flats climb to rung p."""
         self._ascent.update(flats)
 
     def settle(self) -> None:
         """Have the new values of the last step everywhere; forwards wait by themselves for those that they need."""
+        self.discard_ahead()  # whoever asks may write to the shards
         for flat in self.flats:
             flat.settle()
 
@@ -386,6 +396,7 @@ class Engine:
 
         All ranks must write the same.
         """
+        self.discard_ahead()
         for flat in self.flats:
             flat.lend()
         try:
@@ -435,12 +446,21 @@ class Engine:
 
     def _reset(self) -> None:
         self._in_step = False
+        self._drop_backward()
         self._backward.reset()
         for flat in self.flats:
-            flat.reset()
+            flat.cancel_arrival()
         for unit in self.units:
             unit.settle()
         self._let_rest_go()
+
+    def _drop_backward(self) -> None:
+        """Forget a backward that was interrupted, and what it was to be added to: that may hold a part of it."""
+        if self._in_backward:
+            self._in_backward = False
+            self._backward.reset()
+            for flat in self.flats:
+                flat.drop()
 
     def _let_rest_go(self) -> None:
         if self._rest_is_held:

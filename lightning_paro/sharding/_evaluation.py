@@ -45,6 +45,8 @@ class Evaluation:
         self._held = self._units if whole else self._rest
         for unit in self._held:
             unit.hold()
+            for flat in unit.flats:
+                flat.settle()
         self.is_joint = not whole
 
     def join(self) -> None:

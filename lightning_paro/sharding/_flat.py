@@ -204,14 +204,14 @@ class Flat(FlatValues):
                 if first < last:
                     self.accumulator[first - low : last - low].zero_()
 
-    def reset(self) -> None:
-        """Drop what an interrupted step left behind."""
-        self.cancel_arrival()
+    def drop(self) -> None:
+        """Forget every gradient, at any rung and on its way."""
         for index in self._arrived:
             self.slots[index].parameter.grad = None
         self.staging = None
         self.pending = 0
         self._arrived.clear()
+        self.clear(range(len(self.slots)))
 
     def nbytes(self) -> dict[str, int]:
         """Bytes this rank holds: ``parameters``, ``gradients``, ``master``; a view counts once."""

@@ -93,6 +93,7 @@ class OptimizerShards:
             )
         for flat, index in self.members():
             flat.check_untouched(index)
+        engine.discard_ahead()
         for flat in self.flats():
             flat.settle()
             flat.take_over()

@@ -145,11 +145,13 @@ class Unit:
     def _install_settling(self, module: nn.Module) -> None:
         """Where parameters are whole all the time (p=N), a forward waits for their new values only."""
         flats = [weakref.proxy(flat) for flat in self.flats]
+        own = weakref.ref(module)
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
-        def before(*_: Any) -> None:
-            for flat in flats:
-                flat.settle()
+        def before(module: nn.Module, _: Any) -> None:
+            if module is own():
+                for flat in flats:
+                    flat.settle()
 
         self._handles = [module.register_forward_pre_hook(before, prepend=True)]
 

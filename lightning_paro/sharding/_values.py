@@ -208,16 +208,22 @@ class FlatValues:
 
     def release(self) -> None:
         """Give the whole values back; the parameters become ghosts that keep shape, dtype and identity."""
-        if self.partition.p is N or not (self.is_whole or self.arrival):
+        if self.partition.p is N:
             return
         if self.arrival is not None:  # it was not needed after all
-            self.arrival.wait()
-            self.arrival = None
-        else:
+            self.discard_arrival()
+        elif self.is_whole:
             self.take_over()
             self.is_whole = False
             self.shown.nothing()
-        self._free()
+            self._free()
+
+    def discard_arrival(self) -> None:
+        """Do not use the whole values that are under way."""
+        if self.arrival is not None:
+            self.arrival.wait()
+            self.arrival = None
+            self._free()
 
     def cancel_arrival(self) -> None:
         """After an interruption: do not wait for what other ranks may never send."""
