@@ -362,6 +362,30 @@ def _blocked_and_unblocked_backwards_mixed(loop: Alone) -> nn.Module:
     return model
 
 
+class Phased(Block):
+    """A complex parameter beside real ones: flats of one unit that travel apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.randn(8, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (self.phase * torch.exp(1j * x)).real
+
+
+def _complex_parameters_in_every_unit(loop: Alone) -> nn.Module:
+    model = loop.shard(Stack(Phased(), Phased(), Phased()).double())
+    optimizer = loop.attach(torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.5))
+    for step in range(3):
+        optimizer.zero_grad()
+        for micro in range(2):
+            with loop.step():
+                mean = loop.mean(lambda rank, s=step, m=micro: model(share(s, rank, m)).square().mean())
+            loop.backward(mean, sync=micro == 1)
+        optimizer.step()
+    return model
+
+
 class Interrupt(Exception):
     pass
 
@@ -421,6 +445,40 @@ def _exception_in_forward(loop: Alone) -> nn.Module:
     return model
 
 
+def _exception_in_backward_without_clearing(loop: Alone) -> nn.Module:
+    """What an interrupted backward brought down by then, and what it was to be added to, is gone on all ranks."""
+    model = loop.shard(Stack(*(Block() for _ in range(5))).double())
+    optimizer = loop.attach(torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.5))
+    seen = 0
+    for step in range(3):
+        optimizer.zero_grad()
+        with loop.step(manual=True):
+            for micro in range(3):
+
+                def loss(rank: int, step: int = step, micro: int = micro) -> Tensor:
+                    x = model.first(share(step, rank, micro))
+                    for number, block in enumerate(model.blocks):
+                        x = block(x)
+                        if number == 1 and step and micro == 1 and rank in (0, loop.rank):
+                            x.register_hook(_raise)
+                    return model.last(x).square().mean()
+
+                try:
+                    loop.backward(loop.mean(loss), sync=step == 1 or micro == 2)
+                except Interrupt:
+                    seen += 1
+                    if type(loop) is Alone:
+                        optimizer.zero_grad()
+        optimizer.step()
+    assert seen == 2
+    return model
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 10**9])
+def test_an_interrupted_backward_leaves_no_gradient(pool: Pool, few: tuple[str, ...], bucket_bytes: int) -> None:
+    assert_as_alone(pool, _exception_in_backward_without_clearing, few, bucket_bytes=bucket_bytes)
+
+
 OWN_LOOPS = [
     _two_forwards_one_backward,
     _two_forwards_two_backwards,
@@ -428,6 +486,7 @@ OWN_LOOPS = [
     _gradients_never_cleared,
     _blocked_and_unblocked_backwards_mixed,
     _exception_in_forward,
+    _complex_parameters_in_every_unit,
 ]
 
 

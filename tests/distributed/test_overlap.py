@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.loops import ALL, Block, Sharded, Stack, adamw, assert_as_alone, share
+from tests.distributed.loops import ALL, Alone, Block, Sharded, Stack, adamw, assert_as_alone, share
 from tests.distributed.pool import Pool
 
 BLOCKS = 6
@@ -67,6 +67,62 @@ def test_neighbours_travel_together_and_two_buckets_at_most_are_whole(
         assert max(whole) <= min(2 * blocks_a_bucket + 1, BLOCKS), whole
 
 
+def _bytes_of_backwards(backwards: int, bucket_bytes: int) -> tuple[int, int]:
+    """What the third step sends inside the group with several backwards in it, and what the rest is of that."""
+    loop = Sharded("iig", bucket_bytes=bucket_bytes)
+    model = stack()
+    loop.shard(model)
+    optimizer = loop.attach(adamw(model))
+    for step in range(3):
+        loop.engine.traffic.reset()
+        with loop.step(manual=True):
+            for micro in range(backwards):
+                loop.backward(model(share(step, loop.rank, micro)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    rest = next(unit for unit in loop.engine.units if unit.name == "rest")
+    sent = loop.engine.traffic.intra, rest.nbytes_whole // 2
+    loop.close()
+    return sent
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 2 * BLOCK_BYTES, 10**9])
+def test_nothing_is_gathered_ahead_of_the_end_of_a_backward(pool: Pool, bucket_bytes: int) -> None:
+    """It would be let go there, and gathered once more; only the rest is gathered once in a step."""
+    one, three = (pool.run(_bytes_of_backwards, backwards, bucket_bytes) for backwards in (1, 3))
+    for (once, rest), (thrice, _) in zip(one, three, strict=True):
+        assert thrice == 3 * once - 2 * rest
+
+
+def _values_change_while_they_are_gathered(loop: Alone) -> nn.Module:
+    """In one step: forwards without a graph, after which more is gathered ahead, and then new values."""
+    model = loop.shard(stack(3))
+    optimizer = loop.attach(adamw(model))
+    for step in range(4):
+        with loop.step(manual=True):
+            for micro in range(2):
+                optimizer.zero_grad()
+                loop.backward(loop.mean(lambda rank, s=step, m=micro: model(share(s, rank, m)).square().mean()))
+                with torch.no_grad():
+                    loop.mean(lambda rank, s=step: model(share(s, rank, 2)).sum())
+                optimizer.step()
+            with torch.no_grad():
+                loop.mean(lambda rank, s=step: model(share(s, rank, 2)).sum())
+            with loop.full_parameters(model.blocks[0], writeback=True), torch.no_grad():
+                model.blocks[0].a.weight.mul_(0.9)
+            optimizer.zero_grad()
+            loop.backward(loop.mean(lambda rank, s=step: model(share(s, rank, 3)).square().mean()))
+            optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 10**9])
+def test_what_was_gathered_before_values_change_is_not_used(
+    pool: Pool, some: tuple[str, ...], bucket_bytes: int
+) -> None:
+    assert_as_alone(pool, _values_change_while_they_are_gathered, some, bucket_bytes=bucket_bytes)
+
+
 READS: dict[str, Callable[[nn.Parameter], Tensor]] = {
     "compute": lambda parameter: parameter * 1,
     "detach": lambda parameter: parameter.detach().clone(),
@@ -101,6 +157,29 @@ def test_whoever_reads_a_whole_parameter_after_a_step_reads_its_new_value(pool: 
     for partition in ("nii", "nng", "nni"):
         for wrong in pool.run(_read_after_a_step, partition, name):
             assert not wrong, (partition, wrong)
+
+
+def _pending_in_evaluation(partition: str, group_size: int) -> list[tuple[int, int]]:
+    """How many parameters of the rest wait for values after a step, and how many do in an evaluation after that."""
+    found = []
+    loop = Sharded(partition, group_size)
+    model = stack(2)
+    loop.shard(model)
+    optimizer = loop.attach(adamw(model))
+    parameters = [*model.first.parameters(), *model.last.parameters()]
+    for whole in (True, False):
+        _train(loop, model, optimizer, 1)
+        after = sum(type(parameter) is not nn.Parameter for parameter in parameters)
+        with loop.evaluation(whole):
+            found.append((after, sum(type(parameter) is not nn.Parameter for parameter in parameters)))
+    loop.close()
+    return found
+
+
+@pytest.mark.parametrize(("partition", "group_size", "pending"), [("nng", 4, 4), ("nng", 1, 4), ("nng", 2, 0)])
+def test_evaluation_begins_with_new_values(pool: Pool, partition: str, group_size: int, pending: int) -> None:
+    """Compiled code and extensions read memory, and do not ask parameters for their values."""
+    assert pool.run(_pending_in_evaluation, partition, group_size) == [[(pending, 0)] * 2] * 4
 
 
 def _write_after_a_step(loop: Any) -> nn.Module:
