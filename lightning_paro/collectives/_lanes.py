@@ -34,7 +34,8 @@ class Task:
     """
 
     def __init__(self, what: str | None, groups: ProcessGroups, keeps: tuple[Tensor, ...] = ()) -> None:
-        self._enter = contextlib.nullcontext if what is None else partial(groups.progress.enter, what)
+        progress = groups.progress
+        self._enter = contextlib.nullcontext if what is None else partial(progress.enter, progress.begin(what))
         self._keeps = keeps
         self._steps: Steps | None = None
         self._pending: Any = None

@@ -25,17 +25,26 @@ class Progress:
 
     def __init__(self) -> None:
         self.place = Place(0, "nothing yet")
+        self._begun = 0
         self._entered: float | None = None
 
+    def begin(self, what: str) -> Place:
+        """The place of a collective that begins now, to be entered when somebody waits for it."""
+        self._begun += 1
+        return Place(self._begun, what)
+
     @contextmanager
-    def enter(self, what: str) -> Iterator[None]:
-        """Around a collective: ``what`` says what it is for."""
-        self.place = Place(self.place.sequence + 1, what)
+    def enter(self, what: str | Place) -> Iterator[None]:
+        """Around a collective: ``what`` says what it is for, or where it has begun. May be nested."""
+        outer = self.place if self._entered is not None else None
+        self.place = self.begin(what) if isinstance(what, str) else what
         self._entered = time.monotonic()
         try:
             yield
         finally:
             self._entered = None
+            if outer is not None:
+                self.place, self._entered = outer, time.monotonic()
 
     def waiting(self) -> float:
         """Seconds spent in the present collective, 0 outside of one."""

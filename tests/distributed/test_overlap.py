@@ -118,9 +118,9 @@ def _values_change_while_they_are_gathered(loop: Alone) -> nn.Module:
 
 @pytest.mark.parametrize("bucket_bytes", [0, 10**9])
 def test_what_was_gathered_before_values_change_is_not_used(
-    pool: Pool, some: tuple[str, ...], bucket_bytes: int
+    pool: Pool, few: tuple[str, ...], bucket_bytes: int
 ) -> None:
-    assert_as_alone(pool, _values_change_while_they_are_gathered, some, bucket_bytes=bucket_bytes)
+    assert_as_alone(pool, _values_change_while_they_are_gathered, few, bucket_bytes=bucket_bytes)
 
 
 READS: dict[str, Callable[[nn.Parameter], Tensor]] = {

@@ -260,7 +260,7 @@ def test_ranks_may_run_different_numbers_of_forwards_in_evaluation(
     assert_as_alone(pool, scenario, few)  # type: ignore[arg-type]
 
 
-def _forward_and_backward(loop: Alone, model: nn.Module, path: tuple[int, ...]) -> None:
+def _train_on_path(loop: Sharded, model: nn.Module, path: tuple[int, ...]) -> None:
     with loop.step():
         loss = model(share(8, loop.rank), path).mean()
     loop.backward(loss)
@@ -273,7 +273,7 @@ def _paths_that_differ(loop: Alone, paths: list[tuple[int, ...]]) -> nn.Module:
     for step in range(2):
         if isinstance(loop, Sharded):
             with pytest.raises(RuntimeError, match="every rank must run the same units in the same order") as caught:
-                _forward_and_backward(loop, model, paths[loop.rank])
+                _train_on_path(loop, model, paths[loop.rank])
             if step == 0:  # later it is noticed where a rank leaves the path of the step before
                 for line in _DIFFERENT[tuple(paths)]:
                     assert line in str(caught.value), str(caught.value)
