@@ -122,7 +122,8 @@ def test_two_lightning_nodes_are_two_groups_and_equal_one_process(tmp_path: Path
 
 def test_ranks_of_torchrun_equal_one_process(tmp_path: Path) -> None:
     out = tmp_path / "outcome.pt"
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]  # a port that nobody else can take in between
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", *rendezvous]
     argv = [sys.executable, *torchrun, *script("--out", out, "--devices", 2)[1:]]
     launch(tmp_path, Command(argv, {}))
     outcome = assert_equals_one_process(out, ranks=2)
