@@ -54,6 +54,9 @@ class _Released(nn.Parameter):
         culprit = next((a for a in _flatten((args, kwargs or {})) if isinstance(a, _Released)), None)
         raise _error(culprit, _spoken(func))
 
+    def as_subclass(self, cls: Any) -> NoReturn:
+        raise _error(self, "as_subclass")
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter(released, shape={tuple(self.shape)}, dtype={self.dtype}, {self._paro_where})"
 
@@ -104,6 +107,10 @@ class _Pending(nn.Parameter):
                     argument._paro_settle()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+    def as_subclass(self, cls: Any) -> Any:
+        self._paro_settle()
+        return self.as_subclass(cls)
 
     def __deepcopy__(self, memo: Any) -> Any:
         self._paro_settle()

@@ -342,6 +342,7 @@ def _uses(model: Stack) -> dict[str, Callable[[], Any]]:
         "submodule": lambda: model.blocks[1].a(x),
         "clone": p.clone,
         "detach": p.detach,
+        "subclass": lambda: p.as_subclass(torch.Tensor),
         "data": lambda: p.data,
         "item": lambda: p[0, 0].item(),
         "list": p.tolist,

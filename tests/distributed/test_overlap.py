@@ -126,6 +126,7 @@ def test_what_was_gathered_before_values_change_is_not_used(
 READS: dict[str, Callable[[nn.Parameter], Tensor]] = {
     "compute": lambda parameter: parameter * 1,
     "detach": lambda parameter: parameter.detach().clone(),
+    "subclass": lambda parameter: parameter.as_subclass(Tensor).detach(),
     "data": lambda parameter: parameter.data.clone(),
     "function": lambda parameter: torch.sum(parameter, 0),
     "copy": lambda parameter: copy.deepcopy(parameter).detach(),
