@@ -94,7 +94,9 @@ class ProcessGroups:
     @property
     def sends_out(self) -> bool:
         """Whether this rank's successor, in a ring of all ranks in their order, is in another group."""
-        return self.topology.num_groups > 1 and (self.rank + 1) % self.topology.group_size == 0
+        group, _ = self.topology.coordinates(self.rank)
+        next_group, _ = self.topology.coordinates((self.rank + 1) % self.topology.world_size)
+        return group != next_group
 
 
 # A communicator costs memory and seconds: a second Trainer over the same world gets the same ones.

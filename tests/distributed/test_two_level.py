@@ -194,6 +194,16 @@ def test_a_shard_may_be_the_block_of_the_whole(pool: Pool, group_size: int) -> N
 # Bytes: formulas of a tensor of D bytes in n = ng * m ranks.
 
 
+def _sends_out(group_size: int | list[list[int]]) -> bool:
+    return _groups(group_size).sends_out
+
+
+def test_who_sends_out_of_its_group_in_a_ring_of_all_ranks(pool: Pool) -> None:
+    assert pool.run(_sends_out, 2) == [False, True, False, True]
+    assert pool.run(_sends_out, 4) == [False] * 4
+    assert pool.run(_sends_out, [[0, 2], [1, 3]]) == [True] * 4
+
+
 def _sent(group_size: int, chunk_bytes: int | None) -> dict[str, tuple[int, int, int, int, int]]:
     """By operation, bytes inside and between groups and over the world, recorded; then what the groups counted."""
     groups = _groups(group_size)
