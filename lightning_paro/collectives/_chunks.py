@@ -9,7 +9,7 @@ from dataclasses import dataclass
 __all__ = ["DEFAULT_CHUNK_BYTES", "ChunkPlan", "pieces"]
 
 DEFAULT_CHUNK_BYTES = 4 * 2**20
-"""Bytes of a chunk where nobody has measured: the fastest on gloo between hosts with 1 and with 4 Gbit/s."""
+"""Bytes of a chunk where nobody has measured with :func:`tune`: a guess for links of some Gbit/s."""
 
 
 @dataclass(frozen=True)
