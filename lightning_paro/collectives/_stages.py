@@ -48,9 +48,6 @@ def gather(legs: Legs, out: Tensor, shard: Tensor, chunk_bytes: int) -> Chunks:
         inside = once(legs.gather, "intra_gather", list(grid.flatten(1)), list(column))
         return Chunks([[("inter", between), ("intra_gather", inside)]], (column,))
 
-    columns = shard.new_empty(SLOTS, ng * cuts[0].stop)
-    groups = shard.new_empty(SLOTS, m * ng * cuts[0].stop)
-
     def into_grid(group: Tensor, column: Tensor, cut: slice) -> Steps:
         yield legs.gather("intra_gather", [group], [column])
         blocks = group.view(m, ng, -1).transpose(0, 1)
@@ -60,13 +57,11 @@ def gather(legs: Legs, out: Tensor, shard: Tensor, chunk_bytes: int) -> Chunks:
             out.view(ng * m, -1)[:, cut].index_copy_(0, order, blocks.flatten(0, 1))
 
     chunks: list[list[Stage]] = []
-    for k, cut in enumerate(cuts):
-        length = cut.stop - cut.start
-        column = columns[k % SLOTS, : ng * length]
-        group = groups[k % SLOTS, : m * ng * length]
+    staging, slots = _slots(shard, cuts, ng, m)
+    for cut, column, group in slots:
         between = once(legs.gather, "inter", [column], [shard[cut]])
         chunks.append([("inter", between), ("intra_gather", into_grid(group, column, cut))])
-    return Chunks(chunks, (columns, groups))
+    return Chunks(chunks, staging)
 
 
 def scatter(legs: Legs, out: Tensor, whole: Tensor, chunk_bytes: int) -> Chunks:
@@ -81,22 +76,17 @@ def scatter(legs: Legs, out: Tensor, whole: Tensor, chunk_bytes: int) -> Chunks:
         between = legs.scatter("inter", [out], [column.view(-1)])
         return Chunks([[("intra_reduce", inside), ("inter", between)]], (column,))
 
-    columns = out.new_empty(SLOTS, ng * cuts[0].stop)
-    groups = out.new_empty(SLOTS, m * ng * cuts[0].stop)
-
     def out_of_grid(column: Tensor, group: Tensor, cut: slice) -> Steps:
         blocks = grid[:, :, cut] if order is None else whole.view(ng * m, -1)[order, cut].view(ng, m, -1)
         group.view(m, ng, -1).copy_(blocks.transpose(0, 1))
         yield from legs.scatter("intra_reduce", [column], [group])
 
     chunks: list[list[Stage]] = []
-    for k, cut in enumerate(cuts):
-        length = cut.stop - cut.start
-        column = columns[k % SLOTS, : ng * length]
-        group = groups[k % SLOTS, : m * ng * length]
+    staging, slots = _slots(out, cuts, ng, m)
+    for cut, column, group in slots:
         between = legs.scatter("inter", [out[cut]], [column])
         chunks.append([("intra_reduce", out_of_grid(column, group, cut)), ("inter", between)])
-    return Chunks(chunks, (columns, groups))
+    return Chunks(chunks, staging)
 
 
 def reduce(legs: Legs, tensor: Tensor, chunk_bytes: int) -> Chunks:
@@ -139,6 +129,19 @@ def spread(legs: Legs, tensor: Tensor, src: int, chunk_bytes: int) -> Chunks:
         inside = once(legs.broadcast, "intra_gather", tensor[cut], inner)
         chunks.append([("inter", between), ("intra_gather", inside)])
     return Chunks(chunks)
+
+
+def _slots(
+    part: Tensor, cuts: list[slice], ng: int, m: int
+) -> tuple[tuple[Tensor, Tensor], list[tuple[slice, Tensor, Tensor]]]:
+    """Staging of ``part``'s kind; and every chunk with its piece for a column's parts and its piece for a group's."""
+    columns = part.new_empty(SLOTS, ng * cuts[0].stop)
+    groups = part.new_empty(SLOTS, m * ng * cuts[0].stop)
+    slots = []
+    for k, cut in enumerate(cuts):
+        length = cut.stop - cut.start
+        slots.append((cut, columns[k % SLOTS, : ng * length], groups[k % SLOTS, : m * ng * length]))
+    return (columns, groups), slots
 
 
 def _order(legs: Legs, tensor: Tensor) -> Tensor | None:
