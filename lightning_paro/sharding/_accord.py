@@ -44,7 +44,7 @@ class Accord:
         """
         used = [index in flat.touched for flat in flats for index in range(len(flat.slots))]
         mine = torch.tensor([*used, self.wants_to_stop, *self._digest()])
-        values = self._maximum(mine, "agreeing on the gradients of a backward")
+        values = self.maximum(mine, "agreeing on the gradients of a backward").tolist()
         self.all_stop = bool(values[-3])
         self._check_paths(values[-2:])
         self.path.clear()
@@ -55,7 +55,7 @@ class Accord:
 
     def compare_paths(self) -> None:
         """Raise on all ranks unless they needed the same units up to now."""
-        self._check_paths(self._maximum(torch.tensor(self._digest()), "comparing the units that run"))
+        self._check_paths(self.maximum(torch.tensor(self._digest()), "comparing the units that run").tolist())
 
     def _digest(self) -> tuple[int, int]:
         """Their maximum over ranks tells whether all have the same."""
@@ -68,7 +68,7 @@ class Accord:
             self.path.clear()
             raise different_paths(agree(self._groups, "comparing the units that ran", lambda: path), self._partition)
 
-    def _maximum(self, mine: Tensor, what: str) -> list[int]:
+    def maximum(self, mine: Tensor, what: str) -> Tensor:
+        """The elementwise maximum of an integer host tensor over all ranks, in place, counted as control traffic."""
         self._traffic.control += MEETING_BYTES + mine.nbytes
-        values: list[int] = maximum(self._groups, mine, what).tolist()
-        return values
+        return maximum(self._groups, mine, what)

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from lightning_paro.collectives import Ladder, after
+from lightning_paro.collectives import Ladder
 from lightning_paro.collectives._lanes import Steps
 from lightning_paro.sharding._accord import Accord
 from lightning_paro.sharding._flat import Flat
 from lightning_paro.sharding._unit import Unit
+from lightning_paro.sharding._values import gather_all, names_of
 from lightning_paro.topology import Granularity
 
 __all__ = ["Ascent", "in_buckets"]
@@ -163,28 +164,20 @@ class Ascent:
 
     def _gather(self, units: list[Unit]) -> None:
         for flats in _alike(flat for unit in units for flat in unit.flats if not flat.is_whole):
-            for flat in flats:
-                flat.allocate()
-            tasks = [task for flat in flats for task in flat.updates()]
-            shards, wholes = [flat.shard for flat in flats], [flat.whole for flat in flats]
-            with torch.inference_mode(False), torch.no_grad():
-                climb = self._ladder.climb(shards, flats[0].partition.p, wholes, N)
-                task = self._ladder.lanes.start(after(tasks, climb), f"gathering {_names(flats)}")
-            for flat in flats:
-                flat.arrival = task
+            gather_all(flats)
 
     def _update(self, flats: list[Flat]) -> None:
         for alike in _alike(flats):
             for flat in alike:
                 flat.settle()
             with torch.no_grad():
-                task = self._ladder.lanes.start(self._updating(alike), f"updating {_names(alike)} after a step")
+                task = self._ladder.lanes.start(self._updating(alike), f"updating {names_of(alike)} after a step")
             for flat in alike:
                 flat.update = task
 
     def _updating(self, flats: list[Flat]) -> Steps:
         partition = flats[0].partition
-        slices = [flat.os_slice() for flat in flats]
+        slices = [flat.os_view() for flat in flats]
         masters = [flat.master for flat in flats]
         if masters[0].data_ptr() != slices[0].data_ptr():
             torch._foreach_copy_(slices, masters)
@@ -211,8 +204,3 @@ def _alike(flats: Iterable[Flat]) -> Iterator[list[Flat]]:
     for flat in flats:
         by_dtype.setdefault((flat.dtype, flat.master.dtype), []).append(flat)
     yield from by_dtype.values()
-
-
-def _names(flats: list[Flat]) -> str:
-    names = list(dict.fromkeys(flat.unit for flat in flats))
-    return f"unit '{names[0]}'" if len(names) == 1 else f"units '{names[0]}' to '{names[-1]}'"

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_paro.collectives import Ladder, Task, after
 from lightning_paro.collectives._lanes import Steps
 from lightning_paro.sharding._flat import Flat
+from lightning_paro.sharding._values import names_of
 from lightning_paro.topology import Granularity
 
 __all__ = ["Descent"]
@@ -43,7 +44,7 @@ class Descent:
         """All gradients of a flat that this backward brings are there."""
         flat.take_gradients()
         if flat.partition.g is N and not is_boundary:
-            flat.open |= flat.expected()
+            flat.open |= flat.expected
             return
         bucket = self._bucket
         if flat in bucket:  # its module ran several times
@@ -80,7 +81,7 @@ class Descent:
             self._inside.popleft().wait()
         lanes = self._ladder.lanes
         legs = [_Leg(flat, is_boundary, self._ladder) for flat in flats]
-        names = f"unit '{flats[0].unit}'" if len(flats) == 1 else f"units '{flats[0].unit}' to '{flats[-1].unit}'"
+        names = names_of(flats)
         wholes, parts = [leg.whole for leg in legs], [leg.part for leg in legs]
         inside = lanes.start(self._sum_inside(legs), f"reducing the gradient of {names}", (*wholes, *parts))
         self._inside.append(inside)
@@ -158,7 +159,7 @@ class _Leg:
         else:
             assert self.at_g is not None
             flat.accumulator = self.at_g.value
-            flat.open |= flat.expected()
+            flat.open |= flat.expected
 
     @property
     def at_i(self) -> Tensor:

@@ -14,14 +14,7 @@ from lightning_paro.sharding._accord import Accord
 from lightning_paro.sharding._ascent import Ascent
 from lightning_paro.sharding._backward import Backward
 from lightning_paro.sharding._buffers import Buffers
-from lightning_paro.sharding._consensus import (
-    MEETING_BYTES,
-    agree,
-    check_same_model,
-    describe_model,
-    maximum,
-    meet,
-)
+from lightning_paro.sharding._consensus import agree, check_same_model, describe_model, meet
 from lightning_paro.sharding._descent import Descent
 from lightning_paro.sharding._evaluation import Evaluation
 from lightning_paro.sharding._flat import Flat
@@ -317,8 +310,7 @@ class Engine:
 
     def maximum(self, values: Tensor, what: str) -> Tensor:
         """The elementwise maximum of an integer host tensor over all ranks, in place. Collective, on the host."""
-        self.traffic.control += MEETING_BYTES + values.nbytes
-        return maximum(self.groups, values, what)
+        return self.accord.maximum(values, what)
 
     def any_rank(self, flag: bool) -> bool:
         """Whether ``flag`` is set on any rank. Collective, on the host."""

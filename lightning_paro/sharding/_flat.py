@@ -36,7 +36,7 @@ class Flat(FlatValues):
         self.touched: set[int] = set()  # slots whose gradient arrived on this rank since the last boundary
         self.used: set[int] = set()  # slots with a gradient at os, the same on all ranks
         self.pending = 0
-        self._expected: set[int] = set()
+        self.expected: set[int] = set()  # slots whose gradient the present backward may bring
         self._arrived: set[int] = set()
         self._gradient_ghosts: dict[int, Tensor] = {}
 
@@ -57,8 +57,8 @@ class Flat(FlatValues):
         """Start of a backward: count the gradients that will arrive."""
         self._arrived.clear()
         with _not_asked():
-            self._expected = {index for index, p in enumerate(self.shown.parameters) if p.requires_grad}
-        self.pending = len(self._expected)
+            self.expected = {index for index, p in enumerate(self.shown.parameters) if p.requires_grad}
+        self.pending = len(self.expected)
         if self.pending:
             self.unfreeze()
 
@@ -107,10 +107,6 @@ class Flat(FlatValues):
     def accumulator_dtype(self) -> torch.dtype:
         """Dtype in which gradients are added up at rung g."""
         return self.policy.accumulator_dtype or self.master_dtype
-
-    def expected(self) -> set[int]:
-        """Slots whose gradient this backward may bring."""
-        return self._expected
 
     def _staged(self, gradients: dict[int, Tensor], dtype: torch.dtype) -> Tensor:
         """Gradients as they lie in the flat buffer, by one launch; what has none is zero, and so is the padding."""
@@ -216,7 +212,7 @@ class Flat(FlatValues):
     def nbytes(self) -> dict[str, int]:
         """Bytes this rank holds: ``parameters``, ``gradients``, ``master``; a view counts once."""
         gradients = sum(t.nbytes for t in (self.accumulator, self.gradient) if t is not None)
-        master = self.master.nbytes if self.master.data_ptr() != self._os_view().data_ptr() else 0
+        master = self.master.nbytes if self.master.data_ptr() != self.os_view().data_ptr() else 0
         return {"parameters": self.shard.nbytes, "gradients": gradients, "master": master}
 
 

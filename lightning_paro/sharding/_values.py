@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from lightning_paro.sharding._policy import PrecisionPolicy
 from lightning_paro.sharding._shown import Shown
 from lightning_paro.topology import Granularity, Partition
 
-__all__ = ["FlatValues", "Slot"]
+__all__ = ["FlatValues", "Slot", "gather_all", "names_of"]
 
 N, I, G = Granularity  # noqa: E741
 
@@ -116,7 +116,7 @@ class FlatValues:
                 torch.distributed.broadcast(whole, src=0)
             is_p_whole = self.partition.p is N
             self.shard = whole[self._p_slice].to(self.dtype, copy=not is_p_whole)
-            self.master = whole[self._os_slice].clone() if self.trainable and self.has_master else self._os_view()
+            self.master = whole[self._os_slice].clone() if self.trainable and self.has_master else self.os_view()
             if is_p_whole:
                 self.whole = self.shard
             else:
@@ -137,7 +137,8 @@ class FlatValues:
     def _view(self, whole: Tensor, slot: Slot) -> Tensor:
         return whole[slot.start : slot.start + slot.numel].view(slot.shape)
 
-    def _os_view(self) -> Tensor:
+    def os_view(self) -> Tensor:
+        """This rank's part at rung os of the parameter shard; not the master."""
         offset = self._os_slice.start - self._p_slice.start
         return self.shard[offset : offset + self._os_slice.stop - self._os_slice.start]
 
@@ -149,12 +150,6 @@ class FlatValues:
     def nbytes_whole(self) -> int:
         """Bytes of the whole values."""
         return self.numel * self.dtype.itemsize
-
-    def allocate(self) -> None:
-        """Memory for the whole values: the same storage every time, so views that autograd saved stay valid."""
-        if not self.is_whole:
-            with torch.inference_mode(False):
-                self.whole.untyped_storage().resize_(self._storage_bytes)
 
     def arrive_whole(self) -> None:
         """Use the whole values from here on, which a task brings."""
@@ -173,17 +168,8 @@ class FlatValues:
         if self.is_whole and not again:
             return
         if self.arrival is None:
-            self.allocate()
-            with torch.inference_mode(False), torch.no_grad():
-                self.arrival = self.ladder.lanes.start(
-                    after(self.updates(), self.ladder.climb([self.shard], self.partition.p, [self.whole], N)),
-                    f"gathering unit '{self.unit}'",
-                )
+            gather_all([self])
         self.arrive_whole()
-
-    def updates(self) -> list[Task]:
-        """What the shard's values have to wait for."""
-        return [] if self.update is None else [self.update]
 
     def settle(self) -> None:
         """Use the shard's new values from here on."""
@@ -248,10 +234,6 @@ class FlatValues:
             return False
         return tensor.untyped_storage().data_ptr() == self.whole.untyped_storage().data_ptr()
 
-    def os_slice(self) -> Tensor:
-        """This rank's part at rung os of the parameter shard; not the master."""
-        return self._os_view()
-
     def has_moved(self) -> None:
         """After a step: tell autograd, as an in-place update would; a graph that saved the old values is void."""
         for slot in self.slots:
@@ -271,7 +253,7 @@ class FlatValues:
         with torch.inference_mode(False), torch.no_grad():
             if not is_p_whole:
                 self.shard.copy_(self.whole[self._p_slice])
-            self._rewrite_master(self._os_view())
+            self._rewrite_master(self.os_view())
 
     def collect(self) -> None:
         """While whole: bring what a user assigned to the ``data`` of a parameter back into the flat buffer."""
@@ -292,14 +274,14 @@ class FlatValues:
 
     def _rewrite_master(self, part: Tensor) -> None:
         """Give the master the values of ``part`` at rung os; it keeps what that only repeats in a narrower dtype."""
-        if self.master.data_ptr() != self._os_view().data_ptr():
+        if self.master.data_ptr() != self.os_view().data_ptr():
             changed = part != self.master.to(part.dtype)
             self.master.copy_(torch.where(changed, part.to(self.master.dtype), self.master))
 
     def full_values(self) -> Tensor:
         """The whole values in the optimizer's dtype, as a new flat tensor; collective."""
         self.take_over()
-        if self.master.data_ptr() != self._os_view().data_ptr():
+        if self.master.data_ptr() != self.os_view().data_ptr():
             return self._gathered(self.master, self.partition.os)
         self.settle()
         return self._gathered(self.shard, self.partition.p)
@@ -367,7 +349,7 @@ class FlatValues:
         self.settle()
         self.trainable = False
         if not keep_master:
-            self._show_entries(self._os_view())
+            self._show_entries(self.os_view())
 
     def unfreeze(self) -> None:
         """Frozen so far, trained now: it has a master like the rest, on all ranks, even those it has no slice on."""
@@ -375,7 +357,7 @@ class FlatValues:
         if not self.has_master or self.master.dtype is self.master_dtype:
             return
         self.settle()
-        self._show_entries(self._os_view().to(self.master_dtype))
+        self._show_entries(self.os_view().to(self.master_dtype))
 
     def _show_entries(self, master: Tensor) -> None:
         self.master = master
@@ -387,6 +369,30 @@ class FlatValues:
         slot = self.slots[index]
         part = shard[slot.shard]
         return part.view(slot.shape) if self.partition.os is N else part
+
+
+def gather_all(flats: Sequence[FlatValues]) -> None:
+    """Start to gather the whole values of flats of one dtype, by one launch, after the updates of their shards.
+
+    They arrive in the same storage every time, so views that autograd saved stay valid.
+    """
+    first = flats[0]
+    with torch.inference_mode(False), torch.no_grad():
+        for flat in flats:
+            if not flat.is_whole:
+                flat.whole.untyped_storage().resize_(flat._storage_bytes)
+        updates = [flat.update for flat in flats if flat.update is not None]
+        shards, wholes = [flat.shard for flat in flats], [flat.whole for flat in flats]
+        climb = first.ladder.climb(shards, first.partition.p, wholes, N)
+        task = first.ladder.lanes.start(after(updates, climb), f"gathering {names_of(flats)}")
+    for flat in flats:
+        flat.arrival = task
+
+
+def names_of(flats: Sequence[FlatValues]) -> str:
+    """The units of neighbouring flats, for messages."""
+    names = list(dict.fromkeys(flat.unit for flat in flats))
+    return f"unit '{names[0]}'" if len(names) == 1 else f"units '{names[0]}' to '{names[-1]}'"
 
 
 def _weakly(flat: FlatValues) -> Callable[[], None]:
