@@ -253,14 +253,16 @@ def test_moving_parameters_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("streamed", [False, True])
 def test_on_a_gpu_the_allocator_tells(streamed: bool) -> None:
     module, batch, width = Perceptron(), 2**16, WIDTH
-    before = torch.cuda.memory_allocated()
+    units = blocks(module) if streamed else None
 
     def inputs() -> Tensor:
         return torch.randn(batch, INPUT, device="cuda")
 
-    measured = measure(module, inputs, forward, device="cuda", units=blocks(module) if streamed else None)
+    measure(module, inputs, forward, device="cuda", units=units)
+    before = torch.cuda.memory_allocated()  # workspaces of the libraries are there to stay
+    measured = measure(module, inputs, forward, device="cuda", units=units)
     kept = 4 * batch * (BLOCKS * (width + HIDDEN) + width)  # the input was there before
     assert kept <= measured.activations <= 1.5 * kept
     assert measured.seconds > 0
     assert all(parameter.device.type == "cpu" for parameter in module.parameters())
-    assert torch.cuda.memory_allocated() - before < 64 * 2**20  # workspaces
+    assert torch.cuda.memory_allocated() == before
