@@ -107,7 +107,8 @@ class Lanes:
         self.is_async = device.type != "cuda"
         """Whether collectives in a task hand out a ``Work``; on a lane of its own a blocking call blocks that lane."""
         self._device = device
-        self._streams = {} if self.is_async else {role: torch.cuda.Stream(device) for role in ROLES}
+        # a kernel of high priority does not wait until all of a long computation has found its place on the device
+        self._streams = {} if self.is_async else {role: torch.cuda.Stream(device, priority=-1) for role in ROLES}
 
     @classmethod
     def over(cls, groups: ProcessGroups, device: torch.device) -> Lanes:

@@ -40,6 +40,7 @@ class Ascent:
     def __init__(self, units: list[Unit], ladder: Ladder, bucket_bytes: int, accord: Accord) -> None:
         self._accord = accord
         self._units = units
+        self._order = {id(flat): place for place, flat in enumerate(flat for unit in units for flat in unit.flats)}
         self._ladder = ladder
         self._bucket_bytes = bucket_bytes
         self._last: list[int] = []  # needed in the step before
@@ -106,8 +107,12 @@ class Ascent:
         return self._kept is unit
 
     def update(self, flats: Iterable[Flat]) -> None:
-        """After a step: the new values climb from rung os to rung p, and on to N where a unit is whole just now."""
-        flats = list(flats)
+        """After a step: the new values climb from rung os to rung p, and on to N where a unit is whole just now.
+
+        In module order, which is that of a forward, whatever the optimizer's; the rest, which a step begins with,
+        comes first.
+        """
+        flats = sorted(flats, key=lambda flat: self._order[id(flat)])
         for bucket in in_buckets(flats, self._bucket_bytes):
             self._update(bucket)
         for flat in flats:

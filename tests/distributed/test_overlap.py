@@ -67,6 +67,41 @@ def test_neighbours_travel_together_and_two_buckets_at_most_are_whole(
         assert max(whole) <= min(2 * blocks_a_bucket + 1, BLOCKS), whole
 
 
+def _order_of_updates(partition: str) -> list[str]:
+    """What climbs after a step, in this order, where the optimizer has its parameters in another."""
+    loop = Sharded(partition, bucket_bytes=0)
+    model = stack(3)
+    loop.shard(model)
+    optimizer = loop.attach(torch.optim.SGD(list(model.parameters())[::-1], lr=0.1))
+    with loop.step():
+        loss = model(share(0, loop.rank, 0)).square().mean()
+    loop.backward(loss)
+    started: list[str] = []
+    lanes = loop.engine._ascent._ladder.lanes
+    start = lanes.start
+
+    def watched(steps: Any, what: str | None, *rest: Any) -> Any:
+        started.append(str(what))
+        return start(steps, what, *rest)
+
+    lanes.start = watched  # type: ignore[method-assign]
+    try:
+        optimizer.step()
+    finally:
+        del lanes.start  # type: ignore[method-assign]
+    loop.engine.settle()
+    loop.close()
+    return started
+
+
+@pytest.mark.parametrize("partition", ["nig", "iig", "ggg"])
+def test_new_values_climb_in_the_order_of_the_next_forward(pool: Pool, partition: str) -> None:
+    """Whatever waits for the rest, as every step does, would otherwise wait for all."""
+    expected = [f"updating unit '{unit}' after a step" for unit in ("rest", *(f"blocks.{i}" for i in range(3)))]
+    for started in pool.run(_order_of_updates, partition):
+        assert started == expected
+
+
 def _bytes_of_backwards(backwards: int, bucket_bytes: int) -> tuple[int, int]:
     """What the third step sends inside the group with several backwards in it, and what the rest is of that."""
     loop = Sharded("iig", bucket_bytes=bucket_bytes)
