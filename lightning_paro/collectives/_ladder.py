@@ -43,9 +43,9 @@ class Ladder(Legs):
         A shard may be the very slice of its out that it fills.
 
         Args:
-            shards: Flat tensors of ``numel / d(start)`` elements.
+            shards: Flat tensors of ``numel / d(start)`` elements; cast on the way if they have another dtype.
             start: Granularity of ``shards``.
-            outs: Flat tensors of ``numel / d(stop)`` elements, of the same dtype.
+            outs: Flat tensors of ``numel / d(stop)`` elements, of the dtype that travels.
             stop: Granularity of ``outs``.
         """
         if start is stop:
@@ -59,6 +59,7 @@ class Ladder(Legs):
             shards = columns
         if stop is N:
             yield "intra_gather"
+            shards = _cast(shards, outs[0].dtype)
             yield self.gather("intra_gather", outs, shards)
 
     def sum_inside(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Steps:
@@ -103,10 +104,12 @@ class Ladder(Legs):
 
     def _gather_between(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Steps:
         if len(outs) == 1 or self.groups.inter is None:
+            shards = _cast(shards, outs[0].dtype)
             yield self.gather("inter", outs, shards)
             return
         ranks = self.groups.topology.num_groups
-        message = torch.cat(list(shards))
+        message = outs[0].new_empty(sum(shard.numel() for shard in shards))
+        torch.cat(list(shards), out=message)
         received = message.new_empty(ranks, message.numel())
         yield self.gather("inter", [received.view(-1)], [message])
         rows = [out.view(ranks, -1) for out in outs]
@@ -116,3 +119,11 @@ class Ladder(Legs):
         _, j = self.groups.topology.coordinates(self.groups.rank)
         length = whole.numel() // self.groups.topology.group_size
         return whole[j * length : (j + 1) * length]
+
+
+def _cast(shards: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    if shards[0].dtype == dtype:
+        return shards
+    cast = [torch.empty_like(shard, dtype=dtype) for shard in shards]
+    torch._foreach_copy_(cast, list(shards))
+    return cast

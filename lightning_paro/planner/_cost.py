@@ -25,6 +25,7 @@ class StateBytes:
         optimizer: o, master weights and Adam's two moments.
         intra: A gradient on the wire inside a group.
         inter: A gradient on the wire between groups.
+        copied: What w counts only because the compute dtype is not that of the master weights.
     """
 
     parameters: float = 2
@@ -32,6 +33,7 @@ class StateBytes:
     optimizer: float = 12
     intra: float = 2
     inter: float = 2
+    copied: float = 2
 
     @classmethod
     def of(cls, precision: str, grad_dtype: str | None = None, reduce_dtype: str | None = None) -> StateBytes:
@@ -43,10 +45,11 @@ class StateBytes:
         if precision not in _PRECISIONS:
             raise ValueError(f"precision={precision!r} is not known: expected one of {', '.join(_PRECISIONS)}.")
         w, q, o, intra, inter = _PRECISIONS[precision]
+        copied = w if precision.endswith("-mixed") else 0
         q = q if grad_dtype is None else _size("grad_dtype", grad_dtype)
         if reduce_dtype is not None:
             intra = inter = _size("reduce_dtype", reduce_dtype)
-        return cls(w, q, o, intra, inter)
+        return cls(w, q, o, intra, inter, copied)
 
 
 _PRECISIONS = {
@@ -249,10 +252,11 @@ def hpz(workload: Workload, network: Network) -> Cost:
 
 
 def _state_bytes(partition: Partition, workload: Workload, topology: Topology) -> float:
-    """M = w Psi / d(p) + q Psi' / d(g) + o Psi' / d(os)."""
+    """M = w Psi / d(p) + q Psi' / d(g) + o Psi' / d(os), less what is cast from masters and not copied."""
     sizes = workload.sizes
+    copied = sizes.copied * workload.trained if partition.p is partition.os is not N else 0.0
     return (
-        sizes.parameters * workload.parameters / topology.divisor(partition.p)
+        (sizes.parameters * workload.parameters - copied) / topology.divisor(partition.p)
         + sizes.gradients * workload.trained / topology.divisor(partition.g)
         + sizes.optimizer * workload.trained / topology.divisor(partition.os)
     )

@@ -321,7 +321,8 @@ class Engine:
         divide = self.topology.divisor
         total = 0
         for flat in self.flats:
-            total += flat.numel * flat.dtype.itemsize // divide(self.partition.p)
+            if not flat.is_cast:
+                total += flat.numel * flat.dtype.itemsize // divide(self.partition.p)
             if flat.trainable:
                 accumulator = (self.policy.accumulator_dtype or flat.master_dtype).itemsize
                 state = 2 * flat.master_dtype.itemsize + (flat.master_dtype.itemsize if flat.has_master else 0)

@@ -212,8 +212,10 @@ class Flat(FlatValues):
     def nbytes(self) -> dict[str, int]:
         """Bytes this rank holds: ``parameters``, ``gradients``, ``master``; a view counts once."""
         gradients = sum(t.nbytes for t in (self.accumulator, self.gradient) if t is not None)
-        master = self.master.nbytes if self.master.data_ptr() != self.os_view().data_ptr() else 0
-        return {"parameters": self.shard.nbytes, "gradients": gradients, "master": master}
+        parameters = 0 if self.is_cast else self.shard.nbytes
+        return {
+            "parameters": parameters, "gradients": gradients, "master": self.master.nbytes if self.is_mastered else 0
+        }  # fmt: skip
 
 
 _not_asked = torch._C.DisableTorchFunctionSubclass

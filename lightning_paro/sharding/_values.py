@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_paro.collectives import Ladder, Task, after
+from lightning_paro.collectives._legs import copy
 from lightning_paro.sharding._policy import PrecisionPolicy
 from lightning_paro.sharding._shown import Shown
 from lightning_paro.topology import Granularity, Partition
@@ -95,8 +96,8 @@ class FlatValues:
 
         self.arrival: Task | None = None  # of the whole values
         self.update: Task | None = None  # of the shard's new values after a step
-        self._load(parameters)
         self.entries: list[nn.Parameter | None] = [None] * len(self.slots)
+        self._load(parameters)
 
     def _slot(self, name: str, parameter: nn.Parameter, start: int) -> Slot:
         stop = start + parameter.numel()
@@ -116,7 +117,9 @@ class FlatValues:
                 torch.distributed.broadcast(whole, src=0)
             is_p_whole = self.partition.p is N
             self.shard = whole[self._p_slice].to(self.dtype, copy=not is_p_whole)
-            self.master = whole[self._os_slice].clone() if self.trainable and self.has_master else self.os_view()
+            self.master = self.os_view()
+            if self.trainable and self.has_master:
+                self._take_master(whole[self._os_slice].clone())
             if is_p_whole:
                 self.whole = self.shard
             else:
@@ -131,8 +134,23 @@ class FlatValues:
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer's values are a copy of their own rather than a view of the parameter shard."""
+        """Whether the optimizer's values, where there are any, are wider than what computes."""
         return self.master_dtype != self.dtype
+
+    @property
+    def is_mastered(self) -> bool:
+        """Whether there are such values, rather than a view of the parameter shard."""
+        return self.master.dtype != self.dtype
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the master is the shard at rung p as well, cast when it is gathered: there both are cut alike."""
+        return self.shard is self.master
+
+    def _take_master(self, master: Tensor) -> None:
+        self._show_entries(master)
+        if self.partition.p is self.partition.os is not N:
+            self.shard = master
 
     def _view(self, whole: Tensor, slot: Slot) -> Tensor:
         return whole[slot.start : slot.start + slot.numel].view(slot.shape)
@@ -251,9 +269,7 @@ class FlatValues:
         self.settle()
         self.collect()
         with torch.inference_mode(False), torch.no_grad():
-            if not is_p_whole:
-                self.shard.copy_(self.whole[self._p_slice])
-            self._rewrite_master(self.os_view())
+            self._rewrite(self.whole)
 
     def collect(self) -> None:
         """While whole: bring what a user assigned to the ``data`` of a parameter back into the flat buffer."""
@@ -267,21 +283,22 @@ class FlatValues:
         """
         self.settle()
         with torch.no_grad():
-            self._rewrite_master(whole[self._os_slice])
-            self.shard.copy_(whole[self._p_slice])
+            self._rewrite(whole)
             if self.is_whole and self.partition.p is not N:
                 self.whole.copy_(whole)
 
-    def _rewrite_master(self, part: Tensor) -> None:
-        """Give the master the values of ``part`` at rung os; it keeps what that only repeats in a narrower dtype."""
-        if self.master.data_ptr() != self.os_view().data_ptr():
+    def _rewrite(self, whole: Tensor) -> None:
+        if self.is_mastered:
+            part = whole[self._os_slice]
             changed = part != self.master.to(part.dtype)
             self.master.copy_(torch.where(changed, part.to(self.master.dtype), self.master))
+        if not self.is_cast:
+            copy(self.shard, whole[self._p_slice])
 
     def full_values(self) -> Tensor:
         """The whole values in the optimizer's dtype, as a new flat tensor; collective."""
         self.take_over()
-        if self.master.data_ptr() != self.os_view().data_ptr():
+        if self.is_mastered:
             return self._gathered(self.master, self.partition.os)
         self.settle()
         return self._gathered(self.shard, self.partition.p)
@@ -349,15 +366,16 @@ class FlatValues:
         self.settle()
         self.trainable = False
         if not keep_master:
+            if self.is_cast:
+                self.shard = self.master.to(self.dtype)
             self._show_entries(self.os_view())
 
     def unfreeze(self) -> None:
         """Frozen so far, trained now: it has a master like the rest, on all ranks, even those it has no slice on."""
         self.trainable = True
-        if not self.has_master or self.master.dtype is self.master_dtype:
-            return
-        self.settle()
-        self._show_entries(self.os_view().to(self.master_dtype))
+        if self.has_master and not self.is_mastered:
+            self.settle()
+            self._take_master(self.os_view().to(self.master_dtype))
 
     def _show_entries(self, master: Tensor) -> None:
         self.master = master

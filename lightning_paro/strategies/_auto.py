@@ -197,6 +197,7 @@ def _workload(module: nn.Module, units: Sequence[UnitSpec], policy: PrecisionPol
             optimizer=_mean(trained, lambda own: master(own).itemsize * (2 + (master(own) != compute(own)))),
             intra=_mean(trained, lambda own: (policy.intra_dtype or compute(own)).itemsize),
             inter=_mean(trained, lambda own: (policy.inter_dtype or compute(own)).itemsize),
+            copied=_mean(trained, lambda own: compute(own).itemsize * (master(own) != compute(own))),
         ),
     )
 

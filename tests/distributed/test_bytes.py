@@ -260,6 +260,8 @@ def _wrongly_held(partition: str, topology: tuple[int, int], width: int) -> list
     p, g, os = (dict(zip("nig", (1, topology[1], WORLD_SIZE), strict=True))[letter] for letter in partition)
     trained = sum(q.numel() for q in model.parameters() if q.requires_grad)
     always = sum(q.numel() for q in model.parameters()) * width // p + trained * (8 if width == 4 else 12) // os
+    if width != 4 and p == os != 1:
+        always -= trained * width // p  # masters are cast when they are gathered
     small = 64 * len(list(model.parameters()))  # step counters and stand-ins: a few numbers a parameter
     found = []
 

@@ -50,7 +50,7 @@ def test_the_case_of_the_paper(run, capsys: pytest.CaptureFixture[str], tmp_path
 
 def test_what_does_not_fit_says_what_would(run, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(f"--params 700e9 {CLUSTER}")["recommended"] is None
-    assert "Nothing fits: the least is 393.75 GB" in " ".join(capsys.readouterr().out.split())
+    assert "Nothing fits: the least is 350.00 GB" in " ".join(capsys.readouterr().out.split())
 
 
 def test_many_sizes_of_a_cluster(run, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from lightning_paro.topology import Partition, Topology
 from tests.distributed.test_bytes import TOPOLOGIES, expected_bytes, uneven_model, unit_sizes
 
 PAPER = Network(Topology(32, 8), inter=80e9 / 8, intra=2000e9 / 8)
-PAPER_BYTES = StateBytes(gradients=2)
+PAPER_BYTES = StateBytes(gradients=2, copied=0)
 SEVEN_B = Workload(7e9, accumulate=10, sizes=PAPER_BYTES)
 
 
@@ -159,14 +159,26 @@ def test_memory_is_state_and_what_is_in_motion_and_activations() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "d"), [("ggg", (4, 4, 4)), ("gng", (4, 1, 4)), ("iii", (2, 2, 2)), ("nnn", (1, 1, 1))]
+)
+def test_masters_take_the_place_of_parameters_that_are_cut_alike(name: str, d: tuple[int, int, int]) -> None:
+    network = Network(Topology(4, 2), 1, 1)
+    copied = 0 if name == "nnn" else 2 * 500  # parameters that are never whole have no copy beside their masters
+    state = (2 * 1000 - copied) / d[0] + 4 * 500 / d[1] + 12 * 500 / d[2]
+    assert _cost(name, Workload(1000, 500, sizes=StateBytes(2, 4, 12, 2, 2, 2)), network).state_bytes == state
+    single = Workload(1000, 500, sizes=StateBytes.of("32-true"))
+    assert _cost(name, single, network).state_bytes == 4 * 1000 / d[0] + 4 * 500 / d[1] + 8 * 500 / d[2]
+
+
+@pytest.mark.parametrize(
     ("precision", "arguments", "sizes"),
     [
-        ("bf16-mixed", {}, (2, 4, 12, 2, 2)),
-        ("bf16-mixed", {"grad_dtype": "bfloat16", "reduce_dtype": "float32"}, (2, 2, 12, 4, 4)),
-        ("bf16-true", {}, (2, 2, 4, 2, 2)),
-        ("16-mixed", {}, (2, 4, 12, 2, 4)),
-        ("32-true", {}, (4, 4, 8, 4, 4)),
-        ("64-true", {}, (8, 8, 16, 8, 8)),
+        ("bf16-mixed", {}, (2, 4, 12, 2, 2, 2)),
+        ("bf16-mixed", {"grad_dtype": "bfloat16", "reduce_dtype": "float32"}, (2, 2, 12, 4, 4, 2)),
+        ("bf16-true", {}, (2, 2, 4, 2, 2, 0)),
+        ("16-mixed", {}, (2, 4, 12, 2, 4, 2)),
+        ("32-true", {}, (4, 4, 8, 4, 4, 0)),
+        ("64-true", {}, (8, 8, 16, 8, 8, 0)),
     ],
 )
 def test_bytes_of_a_precision(precision: str, arguments: dict[str, str], sizes: tuple[int, ...]) -> None:
