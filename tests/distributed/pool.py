@@ -11,6 +11,7 @@ An exception on a rank is reported with its traceback. Workers look to Lightning
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import socket
@@ -110,6 +111,7 @@ def _work(rank: int, world_size: int, port: int, connection: Connection) -> None
     )  # fmt: skip
     import torch
 
+    faulthandler.enable()  # where a rank was that dies without an exception
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
     while True:
