@@ -1,4 +1,6 @@
-"""Where a step's host time goes: hooks and brackets of the engine, launches, waits for the device, memory that stays.
+"""Where the time of a step goes: its parts beside those without communication, and what the engine costs the host.
+
+Host time is told by hooks and brackets of the engine, with launches, waits for the device, and memory that stays.
 
     python benchmarks/trace.py --partition iig --blocks 4 --steps 1000
     python benchmarks/trace.py --gpus 0 --model tiny-gpt2 --accumulate 2 --steps 20     # on the CPU
@@ -21,7 +23,21 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.lab.cluster import Cluster
+from benchmarks.lab.contestants import CONTESTANTS
 from benchmarks.lab.models import MODELS
+from benchmarks.lab.tracing import PHASES
+
+
+def show_phases(by_contestant: dict[str, dict[str, float]], title: str) -> None:
+    """The parts of a step, on the device."""
+    table = Table(title=title)
+    table.add_column("ms on the device")
+    for name in by_contestant:
+        table.add_column(name, justify="right")
+    for phase in PHASES:
+        if all(phase in found for found in by_contestant.values()):
+            table.add_row(phase, *(f"{1e3 * found[phase]:.1f}" for found in by_contestant.values()))
+    Console(width=120).print(table)
 
 
 def show(found: dict[str, Any], title: str) -> None:
@@ -48,15 +64,22 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=2, choices=(0, 2, 4), help="0 is the CPU")
     parser.add_argument("--model", default="gpt2-medium", choices=MODELS)
     parser.add_argument("--partition", nargs="+", default=["iig"])
+    parser.add_argument("--beside", nargs="+", default=[], choices=CONTESTANTS, metavar="NAME", help="peers")
     parser.add_argument("--accumulate", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=4, help="that travel by one launch")
     parser.add_argument("--steps", type=int, default=50, help="over which memory is watched")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    results = {}
+    results: dict[str, Any] = {}
+    options = {"model": arguments.model, "accumulate": arguments.accumulate, "blocks": arguments.blocks}
     with Cluster(arguments.hosts, per_host=2, gpus=arguments.gpus) as cluster:
+        parts = {}
+        for name in ("floor", *(f"paro_{partition}" for partition in arguments.partition), *arguments.beside):
+            ranks = cluster.call("benchmarks.lab.tracing:phases", contestant=name, timeout=600, **options)
+            parts[name] = max(ranks, key=lambda rank: sum(rank.values()))
+        show_phases(parts, f"{arguments.model}, s={arguments.accumulate}, {arguments.blocks} blocks a launch")
+        results["phases_s"] = parts
         for partition in arguments.partition:
-            options = {"model": arguments.model, "accumulate": arguments.accumulate, "blocks": arguments.blocks}
             ranks = cluster.call(
                 "benchmarks.lab.tracing:trace", partition=partition, steps=arguments.steps, timeout=3600, **options
             )

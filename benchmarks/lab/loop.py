@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class Contestant:
 
     Attributes:
         accumulator: Dtype, and part, of the gradient in which micro-batches are accumulated.
+        mark: Called at the end of every ``"forward"``, ``"backward"`` and ``"update"``.
     """
 
     accumulator = "fp32"
@@ -45,6 +47,7 @@ class Contestant:
         self.rank = rank
         self.steps = 0
         self.compute = torch.bfloat16 if rank.on_gpu else torch.float32
+        self.mark: Callable[[str], None] = lambda phase: None
 
     def step(self, batches: list[Tensor]) -> Tensor:
         """One optimizer step; returns this rank's mean loss, on the device."""
@@ -53,15 +56,16 @@ class Contestant:
         for number, batch in enumerate(batches, start=1):
             loss = self.micro_batch(batch, 1 / len(batches), is_last=number == len(batches))
             losses.append(loss.detach())
-        self.clip()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.update()
+        self.mark("update")
         return torch.stack(losses).mean()
 
     def micro_batch(self, batch: Tensor, share: float, is_last: bool) -> Tensor:
         """Forward and backward."""
         loss = self.forward(batch)
+        self.mark("forward")
         (loss * share).backward()
+        self.mark("backward")
         return loss
 
     def forward(self, batch: Tensor) -> Tensor:
@@ -70,6 +74,12 @@ class Contestant:
             return loss_of(self.module, batch)
         with torch.autocast(self.rank.device.type, self.compute):
             return loss_of(self.module, batch)
+
+    def update(self) -> None:
+        """Everything between the last backward and the next forward."""
+        self.clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def clip(self) -> None:
         """Scale gradients so that their norm over everything is at most :data:`CLIP`."""

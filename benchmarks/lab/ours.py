@@ -47,10 +47,12 @@ class Paro(Contestant):
         self.engine.step_begin()
         loss = self.forward(batch)
         self.engine.step_end(backward_follows=True)
+        self.mark("forward")
         self.engine.sync_gradients = is_last
         self.engine.backward_begin()
         (loss * share).backward()
         self.engine.backward_end()
+        self.mark("backward")
         return loss
 
     def clip(self) -> None:
@@ -93,11 +95,10 @@ class Floor(Contestant):
             parameter.grad = None
         nn.utils.clip_grad_norm_(self.masters, CLIP)
 
-    def step(self, batches: list[Tensor]) -> Tensor:
-        loss = super().step(batches)
+    def update(self) -> None:
+        super().update()
         with torch.no_grad():
             torch._foreach_copy_(list(self.module.parameters()), self.masters)
-        return loss
 
 
 class Legs(Contestant):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import statistics
 import threading
 import time
 import warnings
@@ -16,11 +17,14 @@ import torch
 from benchmarks.lab.contestants import make
 from benchmarks.lab.models import build, tokens
 from benchmarks.lab.rank import Rank
+from benchmarks.lab.train import Clock
 from lightning_paro.sharding import Engine
 from lightning_paro.sharding._backward import Backward
 from lightning_paro.sharding._unit import Unit
 
-__all__ = ["trace"]
+__all__ = ["by_phase", "phases", "trace"]
+
+PHASES = ("first forward", "later forward", "earlier backward", "last backward", "update")
 
 ENTRIES: tuple[tuple[type, str], ...] = (
     (Unit, "_before_forward"),
@@ -82,6 +86,43 @@ def synchronisations(run: Callable[[], object]) -> Counter[str]:
             torch.cuda.set_sync_debug_mode("default")
     lines = (w for w in caught if "synchroniz" in str(w.message) and "set_sync_debug_mode" not in str(w.message))
     return Counter(f"{'/'.join(w.filename.split('/')[-3:])}:{w.lineno}" for w in lines)
+
+
+def phases(rank: Rank, contestant: str, model: str, accumulate: int, blocks: int) -> dict[str, float]:
+    """Seconds of the device in each part of a step, medians of five steps.
+
+    Of the forwards and backwards of a step the first and the last one are named: what goes between hosts once a step
+    can only hide behind these. A phase ends when its own computation does, and not what was put off behind it.
+    """
+    rank.clean()
+    runner = make(contestant, rank, build(model, rank.device), blocks, accumulate)
+    batches = tokens(model, rank.rank, accumulate, rank.device)
+    for _ in range(3):
+        runner.step(batches)
+    clock = Clock(rank.on_gpu)
+    runner.mark = lambda phase: clock.mark()
+    rank.barrier()
+    clock.mark()
+    for _ in range(5):
+        runner.step(batches)
+    rank.barrier()
+    runner.close()
+    return by_phase(clock.seconds(), accumulate)
+
+
+def by_phase(seconds: list[float], accumulate: int) -> dict[str, float]:
+    """Medians of what steps of a forward and a backward for each micro-batch, and an update, took one after another."""
+    found: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    for place, duration in enumerate(seconds):
+        micro, is_backward = divmod(place % (2 * accumulate + 1), 2)
+        if micro == accumulate:
+            phase = "update"
+        elif is_backward:
+            phase = "last backward" if micro == accumulate - 1 else "earlier backward"
+        else:
+            phase = "later forward" if micro else "first forward"
+        found[phase].append(duration)
+    return {phase: statistics.median(values) for phase, values in found.items() if values}
 
 
 def trace(rank: Rank, **options: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from benchmarks.lab.models import build
 from benchmarks.lab.report import make_report, read
 from benchmarks.lab.rows import rows_of
 from benchmarks.lab.schedule import Job, Race, Record, repeats, scouting
+from benchmarks.lab.tracing import by_phase
 from benchmarks.scaling import compare, workload
 from lightning_paro.planner import Network, cost
 from lightning_paro.topology import Partition, Topology
@@ -313,3 +314,9 @@ def test_two_ranks_train_alike_and_start_anew_after_a_failure(tmp_path: Path) ->
         with pytest.raises(RankFailed, match="KeyError: rank [01]: 'nobody'"):
             cluster.call("benchmarks.lab.train:measure", contestant="nobody", blocks=1, **options)
         assert not cluster.is_running
+
+
+def test_parts_of_a_step_are_told_apart() -> None:
+    first = {"first forward": 1, "earlier backward": 2, "later forward": 3, "last backward": 4, "update": 5}
+    assert by_phase([1, 2, 3, 4, 5, 1, 2, 3, 4, 5], accumulate=2) == first
+    assert by_phase([1, 2, 3], accumulate=1) == {"first forward": 1, "last backward": 2, "update": 3}
