@@ -37,6 +37,8 @@ class DeepSpeed(Contestant):
             "gradient_clipping": CLIP, "zero_optimization": zero, "zero_allow_untested_optimizer": True,
             "steps_per_print": 10**9, "wall_clock_breakdown": False,
         }  # fmt: skip
+        if mics:  # it has to cut the parameters itself, and is no more part of DeepSpeed 0.19
+            deepspeed.zero.MiCS_Init(module=model, config_dict_or_path=config)
         self.module, self.optimizer, *_ = deepspeed.initialize(
             model=model, optimizer=adamw(model.parameters()), config=config
         )
