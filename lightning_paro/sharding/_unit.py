@@ -123,20 +123,8 @@ class Unit:
     # ---- hooks ----------------------------------------------------------------------------------------------
 
     def _install(self, module: nn.Module) -> None:
-        unit = weakref.proxy(self)  # a hook that owns its unit is a cycle through the module
-        own = weakref.ref(module)  # a copy of the module has the hooks as well, but is not the unit's
         self._parts = [_Attributes(part) for part in module.modules()]
-
-        @torch._dynamo.disable  # type: ignore[untyped-decorator]
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if module is own():
-                unit._before_forward((args, kwargs))
-
-        @torch._dynamo.disable  # type: ignore[untyped-decorator]
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if module is own():
-                unit._after_forward(output)
-
+        before, after = _Hook(module, self._before_forward), _Hook(module, self._after_forward)
         self._handles = [
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after),
@@ -144,18 +132,13 @@ class Unit:
 
     def _install_settling(self, module: nn.Module) -> None:
         """Where parameters are whole all the time (p=N), a forward waits for their new values only."""
-        flats = [weakref.proxy(flat) for flat in self.flats]
-        own = weakref.ref(module)
+        self._handles = [module.register_forward_pre_hook(_Hook(module, self._settle_values), prepend=True)]
 
-        @torch._dynamo.disable  # type: ignore[untyped-decorator]
-        def before(module: nn.Module, _: Any) -> None:
-            if module is own():
-                for flat in flats:
-                    flat.settle()
+    def _settle_values(self, _: Any) -> None:
+        for flat in self.flats:
+            flat.settle()
 
-        self._handles = [module.register_forward_pre_hook(before, prepend=True)]
-
-    def _before_forward(self, inputs: Any) -> None:
+    def _before_forward(self, *inputs: Any) -> None:
         self._on_need(self)
         if _in_backward():
             return
@@ -163,7 +146,7 @@ class Unit:
         if torch.is_grad_enabled():
             self._inputs = [(tensor, tensor._version) for tensor in _tensors(inputs) if tensor.requires_grad]
 
-    def _after_forward(self, output: Any) -> None:
+    def _after_forward(self, _: Any, output: Any) -> None:
         tensors = list(_tensors(output))
         inputs, self._inputs = self._inputs, []
         if torch.is_grad_enabled():
@@ -194,6 +177,27 @@ class Unit:
         if torch.is_grad_enabled():  # create_graph=True: a later backward goes through these values again
             self.is_kept = True
         self._on_need(self)
+
+
+class _Hook:
+    """Calls a method of a unit when its module runs; owns neither, or it would be a cycle through the module.
+
+    A copy of the module, or one that was pickled, has the hook as well, but is not the unit's: there it does nothing.
+    """
+
+    def __init__(self, module: nn.Module | None = None, method: Callable[..., None] | None = None) -> None:
+        self._module = None if module is None else weakref.ref(module)
+        self._method = None if method is None else weakref.WeakMethod(method)
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        if self._module is not None and self._method is not None and module is self._module():
+            method = self._method()
+            if method is not None:
+                method(*args)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))

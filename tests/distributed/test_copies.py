@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,11 +26,16 @@ def _input() -> Tensor:
     return torch.linspace(-1, 1, 16, dtype=torch.float64).view(2, 8)
 
 
-def _outputs_of_a_copy(partition: str) -> tuple[list[Tensor], int]:
+def _pickled(module: nn.Module) -> nn.Module:
+    copy: nn.Module = pickle.loads(pickle.dumps(module))
+    return copy
+
+
+def _outputs_of_a_copy(partition: str, copied: Callable[[nn.Module], nn.Module]) -> tuple[list[Tensor], int]:
     """A copy's outputs while the original is sharded, on rank 0 only, and after that; and the bytes it made move."""
     engine = Engine(_model(), Partition.parse(partition), ProcessGroups.create(Topology(WORLD_SIZE, 2)))
     with engine.full_parameters():
-        twin = copy.deepcopy(engine.module)
+        twin = copied(engine.module)
     before = engine.traffic.intra + engine.traffic.inter
     outputs = []
     if engine.groups.rank == 0:
@@ -43,10 +50,13 @@ def _outputs_of_a_copy(partition: str) -> tuple[list[Tensor], int]:
     return [output.detach() for output in outputs], moved
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, _pickled])
 @pytest.mark.parametrize("partition", ["nng", "iig", "ggg"])
-def test_a_copy_made_under_full_parameters_computes_alone(pool: Pool, partition: str) -> None:
+def test_a_copy_made_under_full_parameters_computes_alone(
+    pool: Pool, partition: str, copied: Callable[[nn.Module], nn.Module]
+) -> None:
     expected = _model()(_input()).detach()
-    for outputs, moved in pool.run(_outputs_of_a_copy, partition):
+    for outputs, moved in pool.run(_outputs_of_a_copy, partition, copied):
         assert moved == 0
         for output in outputs:
             torch.testing.assert_close(output, expected, rtol=1e-12, atol=0)
