@@ -20,7 +20,9 @@ __all__ = ["Shard", "StateAccess", "state_access"]
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's part of one trainable parameter; the tensors are live, changes to them count.
+    """This rank's part of one trainable parameter; the tensors are live.
+
+    Changes to gradients and state count. After changes to values call :meth:`StateAccess.update_parameters`.
 
     Attributes:
         value: Master values, flat where they are partitioned.
@@ -50,6 +52,9 @@ class StateAccess(Protocol):
 
     def trainable_shards(self) -> Mapping[str, Shard]:
         """This rank's part of every trainable parameter that an optimizer holds, by name; empty parts left out."""
+
+    def update_parameters(self) -> None:
+        """Let parameters have what was written to the values of shards, as after a step of an optimizer."""
 
     def reduce_over_shards(self, tensor: Tensor) -> Tensor:
         """Sum a value over the ranks whose parts make up one copy of the model, in place."""
@@ -101,6 +106,11 @@ class _Sharded:
                     shards[slot.name] = Shard(entry.detach(), entry.grad, state, slot.offset, slot.shape, replicas)
         return shards
 
+    def update_parameters(self) -> None:
+        self._engine.discard_ahead()
+        flats = [flat for attached in self._engine.optimizers for flat in attached.flats() if flat.trainable]
+        self._engine.update(dict.fromkeys(flats))
+
     def reduce_over_shards(self, tensor: Tensor) -> Tensor:
         return self._engine.sum_over_shards(tensor)
 
@@ -140,6 +150,9 @@ class _Replicated:
             for p in group["params"]
             if p.requires_grad
         }
+
+    def update_parameters(self) -> None:
+        """The values of shards are the parameters."""
 
     def reduce_over_shards(self, tensor: Tensor) -> Tensor:
         return tensor

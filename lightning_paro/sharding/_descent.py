@@ -100,7 +100,7 @@ class Descent:
         flat = legs[0].flat
         g, os = flat.partition.g, flat.partition.os
         sums: list[Tensor] = []
-        wire = flat.policy.inter_dtype or flat.dtype
+        wire = flat.policy.sent_between(flat.own_dtype)
         steps = self._ladder.sum_between([leg.at_i for leg in legs], G if G in (g, os) else I, wire, sums)
         yield from after([inside], steps)
         if os is N:
@@ -178,7 +178,7 @@ class _Leg:
 
 def _are_alike(flat: Flat, other: Flat) -> bool:
     """Whether their gradients can travel together."""
-    return flat.dtype == other.dtype and flat.accumulator_dtype == other.accumulator_dtype
+    return flat.own_dtype == other.own_dtype
 
 
 def _size(flats: list[Flat]) -> int:

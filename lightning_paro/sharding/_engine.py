@@ -200,12 +200,17 @@ class Engine:
                 stack.callback(unit.let_go)
                 for flat in unit.flats:
                     flat.settle()
+                    if self.partition.p is not Granularity.N:
+                        flat.take_over()  # what was written before counts
             yield
             if self._in_step and torch.is_grad_enabled():  # a backward may come back to what was computed here
                 for unit in chosen:
                     unit.is_kept = True
+            written = False
             if writeback:
                 self.discard_ahead()
+            elif self.partition.p is not Granularity.N:
+                written = self.any_rank(any(flat.shown.is_written() for unit in chosen for flat in unit.flats))
             for flat in (flat for unit in chosen for flat in unit.flats):
                 if writeback:
                     flat.collect()
@@ -213,6 +218,8 @@ class Engine:
                         torch.distributed.broadcast(flat.whole, src=0)
                     flat.overwrite(flat.whole)
                 if self.partition.p is not Granularity.N:
+                    if written:
+                        flat.gather(again=True)
                     flat.attach()  # what else was written is dropped
 
     # ---- optimizers -----------------------------------------------------------------------------------------
@@ -323,11 +330,11 @@ class Engine:
         for flat in self.flats:
             if not flat.is_cast:
                 total += flat.numel * flat.dtype.itemsize // divide(self.partition.p)
+            if flat.is_mastered:
+                total += flat.numel * flat.master_dtype.itemsize // divide(self.partition.os)
             if flat.trainable:
-                accumulator = (self.policy.accumulator_dtype or flat.master_dtype).itemsize
-                state = 2 * flat.master_dtype.itemsize + (flat.master_dtype.itemsize if flat.has_master else 0)
-                total += flat.numel * accumulator // divide(self.partition.g)
-                total += flat.numel * state // divide(self.partition.os)
+                total += flat.numel * flat.accumulator_dtype.itemsize // divide(self.partition.g)
+                total += flat.numel * 2 * flat.master_dtype.itemsize // divide(self.partition.os)
         return total
 
     def held_bytes(self) -> dict[str, int]:

@@ -101,12 +101,12 @@ class Flat(FlatValues):
     @property
     def wire_dtype(self) -> torch.dtype:
         """Dtype in which gradients travel inside a group."""
-        return self.policy.intra_dtype or self.dtype
+        return self.policy.sent_inside(self.own_dtype)
 
     @property
     def accumulator_dtype(self) -> torch.dtype:
         """Dtype in which gradients are added up at rung g."""
-        return self.policy.accumulator_dtype or self.master_dtype
+        return self.policy.accumulated_in(self.own_dtype)
 
     def _staged(self, gradients: dict[int, Tensor], dtype: torch.dtype) -> Tensor:
         """Gradients as they lie in the flat buffer, by one launch; what has none is zero, and so is the padding."""

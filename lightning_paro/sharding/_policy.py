@@ -22,6 +22,8 @@ class PrecisionPolicy:
         accumulator_dtype: Dtype of the accumulated gradient; None is the dtype the optimizer works in.
         intra_dtype: Wire dtype of gradients inside a group; None is the compute dtype.
         inter_dtype: Wire dtype of gradients between groups; None is the compute dtype.
+
+    All of them are for parameters that autocast would cast; complex and float64 ones keep their own everywhere.
     """
 
     param_dtype: torch.dtype | None = None
@@ -31,9 +33,21 @@ class PrecisionPolicy:
     inter_dtype: torch.dtype | None = None
 
     def compute_dtype(self, own: torch.dtype) -> torch.dtype:
-        """The dtype in which a parameter of dtype ``own`` computes; only what autocast would cast is changed."""
+        """The dtype in which a parameter of dtype ``own`` computes."""
         return self.param_dtype if self.param_dtype is not None and own in _CAST else own
 
     def master_dtype(self, own: torch.dtype) -> torch.dtype:
         """The dtype in which the optimizer updates a parameter of dtype ``own``."""
         return own if self.master_weights else self.compute_dtype(own)
+
+    def accumulated_in(self, own: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients of a parameter of dtype ``own`` are added up."""
+        return self.accumulator_dtype if self.accumulator_dtype and own in _CAST else self.master_dtype(own)
+
+    def sent_inside(self, own: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients of a parameter of dtype ``own`` travel inside a group."""
+        return self.intra_dtype if self.intra_dtype and own in _CAST else self.compute_dtype(own)
+
+    def sent_between(self, own: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients of a parameter of dtype ``own`` travel between groups."""
+        return self.inter_dtype if self.inter_dtype and own in _CAST else self.compute_dtype(own)

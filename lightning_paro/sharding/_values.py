@@ -236,13 +236,20 @@ class FlatValues:
             self.arrival = None
             if not self.is_whole:
                 self._free()
+        elif not self.is_whole and self.whole.untyped_storage().nbytes():
+            self._renew()  # a gather that was interrupted in its launch may still write to the memory
+            self._free()
 
     def _free(self) -> None:
         if not self.whole.untyped_storage().resizable():  # somebody has seen a view of it as a numpy array
-            with torch.inference_mode(False):
-                self.whole = torch.empty_like(self.whole)
-                self.shown.views = [self._view(self.whole, slot) for slot in self.slots]
+            self._renew()
         self.whole.untyped_storage().resize_(0)
+
+    def _renew(self) -> None:
+        """Leave the memory of the whole values to whoever else uses it."""
+        with torch.inference_mode(False):
+            self.whole = torch.empty_like(self.whole)
+            self.shown.views = [self._view(self.whole, slot) for slot in self.slots]
 
     def is_shown_by(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a view of the whole values; one that torch.func has wrapped might be."""

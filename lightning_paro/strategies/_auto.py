@@ -193,10 +193,10 @@ def _workload(module: nn.Module, units: Sequence[UnitSpec], policy: PrecisionPol
         largest_unit=max((_numel(p for _, p in unit.parameters) for unit in units if unit.module), default=0),
         sizes=StateBytes(
             parameters=_mean(parameters, lambda own: compute(own).itemsize),
-            gradients=_mean(trained, lambda own: (policy.accumulator_dtype or master(own)).itemsize),
+            gradients=_mean(trained, lambda own: policy.accumulated_in(own).itemsize),
             optimizer=_mean(trained, lambda own: master(own).itemsize * (2 + (master(own) != compute(own)))),
-            intra=_mean(trained, lambda own: (policy.intra_dtype or compute(own)).itemsize),
-            inter=_mean(trained, lambda own: (policy.inter_dtype or compute(own)).itemsize),
+            intra=_mean(trained, lambda own: policy.sent_inside(own).itemsize),
+            inter=_mean(trained, lambda own: policy.sent_between(own).itemsize),
             copied=_mean(trained, lambda own: compute(own).itemsize * (master(own) != compute(own))),
         ),
     )

@@ -1,0 +1,185 @@
+"""Values that somebody writes beside the optimizer, and memory that somebody else may still write to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_paro.sharding import PrecisionPolicy
+from lightning_paro.state_access import _Sharded
+from tests.distributed.loops import ALL, FEW, Alone, Block, Sharded, Stack, adamw, assert_as_alone, share
+from tests.distributed.pool import Pool
+
+BF16 = PrecisionPolicy(torch.bfloat16, master_weights=True)
+POLICIES = {
+    "fp64": PrecisionPolicy(),
+    "16-mixed": PrecisionPolicy(torch.float16, master_weights=True, inter_dtype=torch.float32),
+    "bf16-mixed": BF16,
+    "wire": PrecisionPolicy(torch.bfloat16, True, intra_dtype=torch.float32, inter_dtype=torch.float32),
+    "accumulator": PrecisionPolicy(torch.bfloat16, True, accumulator_dtype=torch.bfloat16),
+}
+
+
+def _stack() -> Stack:
+    return Stack(Block(8, 8), Block(8, 8)).double()
+
+
+def _step(loop: Sharded, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with loop.step():
+        loss = model(share(0, loop.rank)).square().mean()
+    loop.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _spoil(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.01)
+
+
+def _dropped(partition: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What the model computes before, in and after contexts whose changes are not kept."""
+    loop, model = Sharded(partition), _stack()
+    loop.shard(model)
+    optimizer = loop.attach(torch.optim.SGD(model.parameters(), lr=0.0))
+    x = share(0, 0)
+    for _ in range(2):
+        _step(loop, model, optimizer)
+    with loop.step():
+        with torch.no_grad():
+            before = model(x)
+        with loop.full_parameters(model):
+            _spoil(model)
+        loss = model(x)
+        in_step = loss.detach().clone()
+    loop.backward(loss.sum())
+    optimizer.zero_grad()
+    with loop.evaluation(True), torch.no_grad():
+        with loop.full_parameters(model):
+            _spoil(model)
+        in_evaluation = model(x)
+    with loop.step(), loop.full_parameters(model):
+        _spoil(model)
+    with loop.full_parameters(model, writeback=True):
+        pass
+    with loop.step(), torch.no_grad():
+        later = model(x)
+    with loop.full_parameters(model):
+        values = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    loop.close()
+    return before, in_step, in_evaluation, later, values
+
+
+@pytest.mark.parametrize("partition", [name for name in FEW if name[0] != "n"])
+def test_what_is_written_without_writeback_is_gone_where_values_stay_whole(pool: Pool, partition: str) -> None:
+    torch.manual_seed(0)
+    for before, in_step, in_evaluation, later, values in pool.run(_dropped, partition):
+        for value in (in_step, in_evaluation, later):
+            torch.testing.assert_close(value, before, rtol=0, atol=0)
+        assert values.abs().max() > 0.1
+
+
+def _halved(partition: str, policy: PrecisionPolicy) -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters after all shards were halved between two steps that move nothing, and the whole masters at the end."""
+    loop, model = Sharded(partition, policy=policy), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 1.0 + 2**-12)
+    loop.shard(model)
+    optimizer = loop.attach(torch.optim.SGD(model.parameters(), lr=0.0))
+    _step_on(loop, model, optimizer, policy)
+    access = _Sharded(loop.engine)
+    for shard in access.trainable_shards().values():
+        shard.value.mul_(0.5)
+    access.update_parameters()
+    with loop.step(), loop.full_parameters(model):
+        seen = [parameter.detach().float().clone() for parameter in model.parameters()]
+    _step_on(loop, model, optimizer, policy)
+    loop.close()
+    return seen, [parameter.detach() for parameter in model.parameters()]
+
+
+def _step_on(loop: Sharded, model: nn.Module, optimizer: torch.optim.Optimizer, policy: PrecisionPolicy) -> None:
+    with loop.step():
+        loss = model(torch.ones(2, 8, dtype=policy.param_dtype)).sum()
+    loop.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("partition", ALL)
+def test_parameters_have_what_was_written_to_shards(pool: Pool, partition: str) -> None:
+    for policy in (PrecisionPolicy(), BF16):
+        half = (1 + 2**-12) / 2
+        for seen, masters in pool.run(_halved, partition, policy):
+            shown = torch.tensor(half, dtype=policy.param_dtype).float()
+            assert all(bool((value == shown).all()) for value in seen)
+            assert all(bool((value == half).all()) for value in masters)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.z = nn.Parameter(torch.full((40,), 1 + 1j, dtype=torch.complex64))
+        self.d = nn.Parameter(torch.full((5,), 1 / 3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.z * (1 + 2j)).abs().square().sum() + (self.z * 1j).real.sum() + x.sum() * self.d.square().sum()
+
+
+def _own_dtypes(loop: Alone) -> nn.Module:
+    model = loop.shard(Complex())
+    optimizer = loop.attach(torch.optim.SGD(model.parameters(), lr=0.01))
+    for step in range(2):
+        optimizer.zero_grad()
+        with loop.step():
+            loss = loop.mean(lambda rank, s=step: model(share(s, rank)))
+        loop.backward(loss)
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_complex_and_double_parameters_keep_their_dtype_on_every_way(pool: Pool, policy: str) -> None:
+    assert_as_alone(pool, _own_dtypes, FEW, policy=POLICIES[policy])
+
+
+def _interrupted_launch(partition: str) -> tuple[bool, list[Tensor]]:
+    """A gather that was launched, and lost before anybody could note it."""
+    loop, model = Sharded(partition), _stack()
+    loop.shard(model)
+    optimizer = loop.attach(adamw(model))
+    _step(loop, model, optimizer)
+    lanes = loop.engine._ascent._ladder.lanes
+    start = lanes.start
+    lost: list[Any] = []
+
+    def launched(steps: Any, what: str | None, *rest: Any) -> Any:
+        lost.append(start(steps, what, *rest))
+        raise KeyboardInterrupt
+
+    lanes.start = launched  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt), loop.step():
+        model(share(0, loop.rank))
+    del lanes.start  # type: ignore[method-assign]
+    flats = [flat for flat in loop.engine.flats if not flat.is_whole and flat.whole.untyped_storage().nbytes()]
+    kept = [flat.whole for flat in flats]
+    loop.engine.abort()
+    is_left_alone = bool(flats) and all(flat.whole is not whole for flat, whole in zip(flats, kept, strict=True))
+    lost[0].wait()
+    optimizer.zero_grad()
+    _step(loop, model, optimizer)
+    loop.close()
+    return is_left_alone, [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("partition", ["iig", "ggg"])
+def test_memory_of_an_interrupted_launch_is_left_alone(pool: Pool, partition: str) -> None:
+    results = pool.run(_interrupted_launch, partition)
+    for is_left_alone, parameters in results:
+        assert is_left_alone
+        for parameter, other in zip(parameters, results[0][1], strict=True):
+            torch.testing.assert_close(parameter, other, rtol=0, atol=0)
