@@ -1,7 +1,7 @@
 """PaRO-CC: collectives in two levels against flat ones, NCCL's own over all ranks, from 1 MiB to 1 GiB.
 
 Two or four GPUs pose as hosts of two ranks, as in uneven.py; both algorithms run in turn, and a time is that of the
-slowest rank::
+slowest rank. Two levels use the chunk sizes that ``tune`` measures first::
 
     python benchmarks/collectives.py --hosts 2 4
 """
@@ -32,6 +32,9 @@ def race(hosts: int, gpus: int, operations: list[str], sizes: list[int]) -> dict
     rows = []
     with Cluster(hosts, per_host=2, gpus=gpus) as cluster:
         setup = cluster.call("benchmarks.lab.rank:describe")[0] | {"hosts": hosts, "ranks_per_host": 2, "gpus": gpus}
+        tried = sorted(sizes)[-3:]  # chunks matter where there are many
+        chunks = cluster.call("benchmarks.lab.moves:tuned", nbytes=tried)[0]
+        setup["chunk_bytes"] = {name: dict(zip(map(str, tried), best, strict=True)) for name, best in chunks.items()}
         for operation in operations:
             for nbytes in sizes:
                 options: dict[str, Any] = {

@@ -12,10 +12,16 @@ from torch import Tensor
 from benchmarks.lab.rank import Rank
 from lightning_paro import collectives
 
-__all__ = ["ALGORITHMS", "OPERATIONS", "measure"]
+__all__ = ["ALGORITHMS", "OPERATIONS", "measure", "tuned"]
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 ALGORITHMS = ("flat", "two-level")
+
+
+def tuned(rank: Rank, nbytes: list[int]) -> dict[str, list[int]]:
+    """Let chunk sizes be measured, which two levels use from here on: by operation, the best at each size."""
+    plan = collectives.tune(rank.groups, rank.device, sizes=tuple(nbytes))
+    return {operation: [plan.chunk_bytes(operation, size) for size in nbytes] for operation in OPERATIONS}
 
 
 def measure(rank: Rank, operation: str, nbytes: int, warmup: int, measured: int) -> dict[str, Any]:

@@ -25,9 +25,9 @@ GIGABYTE = 1e9
 def plan(
     *,
     group: int,
-    inter: float,
-    intra: float,
     memory: float,
+    inter: float | None = None,
+    intra: float | None = None,
     world: int | None = None,
     params: float | None = None,
     hf: str | None = None,
@@ -51,9 +51,9 @@ def plan(
 
     Args:
         group: Ranks a group, a host as a rule.
-        inter: Bandwidth out of a host, Gbit/s.
-        intra: Bandwidth between two GPUs of a host, Gbit/s.
         memory: Memory of a GPU, GB of 10^9 bytes.
+        inter: Bandwidth out of a host, Gbit/s; not needed with one group.
+        intra: Bandwidth between two GPUs of a host, Gbit/s; not needed with one rank a group.
         world: Number of ranks; or give scale.
         params: Number of parameters, such as 7e9; or give hf or model.
         hf: A Hugging Face config to count parameters of: a folder or config.json, or a name on the Hub.
@@ -88,6 +88,9 @@ def plan(
     worlds = _worlds(scale) if scale is not None else [] if world is None else [world]
     if not worlds:
         raise ValueError("neither world nor scale says how many ranks there are. HINT: for example --world 32.")
+    if scale is not None and world is not None:
+        raise ValueError(f"world={world} and scale={scale!r} both say how many ranks there are. HINT: leave one out.")
+    inter, intra = _links(inter, intra, max(worlds), group)
     network = Network(Topology(worlds[0], group), inter * GIGABIT, intra * GIGABIT, nic, column and column * GIGABIT)
     console = Console()
     result: Plan | list[Plan]
@@ -114,6 +117,18 @@ def plan(
         planner.write_csv(result, csv)
     if plot is not None:
         _draw(result, plot)
+
+
+def _links(inter: float | None, intra: float | None, ranks: int, group: int) -> tuple[float, float]:
+    """Both bandwidths; one of a link that is not there changes nothing."""
+    for name, value, is_there in (("inter", inter, ranks > group), ("intra", intra, group > 1)):
+        if value is None and is_there:
+            raise ValueError(
+                f"{ranks} ranks in groups of {group} need the bandwidth {name}, which is not given. HINT: Gbit/s, as "
+                f"`lightning-paro probe` measures it, for example --{name} {80 if name == 'inter' else 2000}."
+            )
+    known = inter or intra or 1.0
+    return inter or known, intra or known
 
 
 def _count(

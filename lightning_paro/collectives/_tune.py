@@ -18,7 +18,7 @@ __all__ = ["slowest", "tune"]
 
 MIB = 2**20
 SIZES = (4 * MIB, 32 * MIB, 128 * MIB)
-CHUNKS = (0, 1 * MIB, DEFAULT_CHUNK_BYTES, 16 * MIB)
+CHUNKS = (0, 1 * MIB, DEFAULT_CHUNK_BYTES, 16 * MIB, 64 * MIB)
 WARMUP, REPEATS = 1, 3
 
 

@@ -3,7 +3,8 @@
 * ``python`` blocks share one namespace. One that begins with ``# file: name.py`` is a script instead: it is
   written to that file and run by a process of its own, as whatever Lightning launches has to be.
 * ``yaml`` blocks that begin with ``# file: name.yaml`` are written before anything runs.
-* ``bash`` blocks under ``<!-- run -->``: their ``lightning-paro`` and ``python -m lightning_paro`` lines run.
+* ``bash`` blocks under ``<!-- run -->``: their ``lightning-paro`` and ``python -m lightning_paro`` lines run. The rows
+  of a table in a ``text`` block that follows are among what they print.
 * A block under ``<!-- skip: reason -->`` does not run, and is reported as a skipped test with that reason.
 """
 
@@ -77,7 +78,7 @@ def cases() -> list:
     return found
 
 
-def run(command: str, where: str) -> None:
+def run(command: str, where: str) -> str:
     program, *arguments = shlex.split(command)
     log = Path("log")
     arguments = arguments if program == "python" else [str(CONSOLE_SCRIPT), *arguments]
@@ -90,6 +91,12 @@ def run(command: str, where: str) -> None:
     finally:
         process.kill()
     assert code == 0, f"{where}: `{command}` exited {code}\n{log.read_text()}"
+    return log.read_text()
+
+
+def rows(text: str) -> set[tuple[str, ...]]:
+    """The cells of a table's rows."""
+    return {tuple(cell.strip() for cell in line.split("│")) for line in text.splitlines() if line.startswith("│")}
 
 
 @pytest.mark.timeout(900)
@@ -105,8 +112,12 @@ def test_code_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for block in todo:
         if block.file:
             Path(block.file).write_text(block.code, encoding="utf-8")
+    printed = ""
     for block in todo:
         where = f"{page.name}:{block.line}"
+        if block.language == "text" and printed:
+            assert rows(block.code) <= rows(printed), f"{where}: other rows than those that are printed"
+        printed = ""
         if block.language == "python" and block.file:
             run(f"python {block.file}", where)
         elif block.language == "python":
@@ -116,5 +127,4 @@ def test_code_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             lines = block.code.replace("\\\n", " ").splitlines()
             commands = [line for line in lines if line.startswith(COMMANDS)]
             assert commands, f"{where}: nothing to run here"
-            for command in commands:
-                run(command, where)
+            printed = "".join(run(command, where) for command in commands)

@@ -13,7 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_paro.cli.main import main
 
-CLUSTER = "--world 32 --group 8 --inter 80 --intra 2000 --accumulate 10 --memory 80"
+SCALED = "--group 8 --inter 80 --intra 2000 --accumulate 10 --memory 80"
+CLUSTER = f"--world 32 {SCALED}"
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def test_what_does_not_fit_says_what_would(run, capsys: pytest.CaptureFixture[st
 
 
 def test_many_sizes_of_a_cluster(run, tmp_path: Path) -> None:
-    plans = run(f"--params 7e9 {CLUSTER} --scale 16:100 --plot scale.png")
+    plans = run(f"--params 7e9 {SCALED} --scale 16:100 --plot scale.png")
     assert [plan["inputs"]["world_size"] for plan in plans] == [16, 32, 64]
     assert (tmp_path / "scale.png").exists()
 
@@ -83,8 +84,17 @@ def test_parameters_of_a_lightning_module(run) -> None:
         (f"--params 7e9 --hf gpt2 {CLUSTER}", "got params and hf"),
         (f"--params 7e9 {CLUSTER} --group 7", "group_size=7 does not divide world_size=32: 32 = 4 * 7 + 4"),
         ("--params 7e9 --group 8 --inter 80 --intra 2000 --memory 80", "neither world nor scale"),
-        (f"--params 7e9 {CLUSTER} --scale 16-64", "scale='16-64' is not understood: expected FROM:TO"),
-        (f"--params 7e9 {CLUSTER} --scale 64:16", "expected 0 < FROM <= TO"),
+        (f"--params 7e9 {CLUSTER} --scale 16:64", "world=32 and scale='16:64' both say"),
+        (
+            "--params 7e9 --world 32 --group 8 --intra 2000 --memory 80",
+            "in groups of 8 need the bandwidth inter",
+        ),
+        (
+            "--params 7e9 --world 32 --group 8 --inter 80 --memory 80",
+            "in groups of 8 need the bandwidth intra",
+        ),
+        (f"--params 7e9 {SCALED} --scale 16-64", "scale='16-64' is not understood: expected FROM:TO"),
+        (f"--params 7e9 {SCALED} --scale 64:16", "expected 0 < FROM <= TO"),
         (f"--params 7e9 {CLUSTER} --memory 0", "the memory of a rank must be positive"),
         (f"--params 7e9 --trainable 8e9 {CLUSTER}", "8e+09 of 7e+09 parameters cannot be trained"),
         (f"--hf nowhere/config.json {CLUSTER}", "nowhere"),
@@ -95,3 +105,11 @@ def test_a_wrong_argument_is_one_line(run, arguments: str, message: str) -> None
         run(arguments)
     assert str(error.value).startswith("lightning-paro plan: ")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("group", "link"), [(8, "--intra 2000"), (1, "--inter 80")])
+def test_a_link_that_is_not_there_need_not_be_given(run, group: int, link: str) -> None:
+    asked = f"--params 1e9 --world 8 --group {group} --memory 80"
+    one, both = (run(f"{asked} {given}")["rows"] for given in (link, "--inter 80 --intra 2000"))
+    for key in ("memory_bytes", "comm_s", "step_s"):
+        assert [row[key] for row in one] == [row[key] for row in both]
