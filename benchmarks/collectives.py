@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.lab.cluster import Cluster
 from benchmarks.lab.moves import ALGORITHMS, OPERATIONS
-from benchmarks.lab.report import save
+from benchmarks.lab.report import result, save
 
 MIB = 2**20
 WARMUP, MEASURED = 2, 5
@@ -74,13 +74,14 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=2, choices=(0, 2, 4), help="0 is the CPU")
     parser.add_argument("--only", nargs="+", default=list(OPERATIONS), choices=OPERATIONS, metavar="OPERATION")
     parser.add_argument("--sizes", type=int, nargs="+", default=[2**k for k in range(11)], metavar="MIB")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/collectives.json"))
+    parser.add_argument("--out", type=Path, help="results/collectives.json, or without GPUs collectives-trial.json")
     arguments = parser.parse_args()
+    out = arguments.out or result("collectives", arguments.gpus)
     report: dict[str, Any] = {"setups": []}
     for hosts in arguments.hosts:
         sizes = [size * MIB for size in arguments.sizes]
         report["setups"].append(race(hosts, arguments.gpus, arguments.only, sizes))
-        save(report, arguments.out)
+        save(report, out)
     show(report)
 
 

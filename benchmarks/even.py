@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.lab.cluster import Cluster
 from benchmarks.lab.models import MODELS
-from benchmarks.lab.report import publish
+from benchmarks.lab.report import publish, result
 from benchmarks.lab.schedule import Race
 
 PAIRS = ["floor", "paro_ggg", "fully_shard_1d", "paro_nng", "ddp_zero", "paro_nnn", "ddp"]
@@ -30,12 +30,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=PAIRS, choices=PAIRS, metavar="NAME")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--limit", type=float, default=3600, help="seconds; what does not fit is left out and named")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/even.json"))
+    parser.add_argument("--out", type=Path, help="results/even.json, or without GPUs even-trial.json")
     arguments = parser.parse_args()
+    out = arguments.out or result("even", arguments.gpus)
     with Cluster(hosts=1, per_host=2, gpus=arguments.gpus) as cluster:
-        race = Race(cluster, arguments.limit, arguments.out.with_suffix(".jsonl"))
+        race = Race(cluster, arguments.limit, out.with_suffix(".jsonl"))
         race.run(arguments.only, arguments.model, arguments.accumulate, arguments.repeats)
-    publish([(race.setup, race.records)], arguments.out)
+    publish([(race.setup, race.records)], out)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.lab.cluster import Cluster
 from benchmarks.lab.models import MODELS, block_numel, build, stack_of
-from benchmarks.lab.report import save
+from benchmarks.lab.report import result, save
 from benchmarks.lab.schedule import Job, Race, Record
 from lightning_paro.planner import Cost, Network, StateBytes, Workload, cost
 from lightning_paro.topology import Partition, Topology
@@ -103,17 +103,18 @@ def main() -> None:
     parser.add_argument("--base", default="gpt2-medium", choices=MODELS, help="the model whose s is varied")
     parser.add_argument("--accumulate", nargs="+", type=int, default=COUNTS)
     parser.add_argument("--limit", type=float, default=3600, help="seconds; what does not fit is left out and named")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/scaling.json"))
+    parser.add_argument("--out", type=Path, help="results/scaling.json, or without GPUs scaling-trial.json")
     arguments = parser.parse_args()
+    out = arguments.out or result("scaling", arguments.gpus)
     with Cluster(arguments.hosts, per_host=2, gpus=arguments.gpus) as cluster:
-        race = Race(cluster, arguments.limit, arguments.out.with_suffix(".jsonl"))
+        race = Race(cluster, arguments.limit, out.with_suffix(".jsonl"))
         race.begin()
         links = cluster.call("benchmarks.lab.links:measure")[0]
         compute, records = measure(race, arguments.models, arguments.accumulate, arguments.base)
     network = Network(Topology(cluster.world_size, cluster.per_host), **links)
     rows = compare(compute, records, network, "bf16-mixed" if arguments.gpus else "32-true")
     report = {"setup": race.setup, "links_bytes_per_s": links, "micro_batch_s": compute, "rows": rows}
-    save(report, arguments.out)
+    save(report, out)
     show(report)
 
 

@@ -29,9 +29,9 @@ from benchmarks.lab.tracing import PHASES
 
 
 def show_phases(by_contestant: dict[str, dict[str, float]], title: str) -> None:
-    """The parts of a step, on the device."""
+    """The parts of a step; on a GPU, of its time."""
     table = Table(title=title)
-    table.add_column("ms on the device")
+    table.add_column("ms")
     for name in by_contestant:
         table.add_column(name, justify="right")
     for phase in PHASES:

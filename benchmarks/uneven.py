@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.lab.cluster import Cluster
 from benchmarks.lab.contestants import CONTESTANTS
 from benchmarks.lab.models import MODELS
-from benchmarks.lab.report import publish
+from benchmarks.lab.report import publish, result
 from benchmarks.lab.schedule import Race
 
 
@@ -35,12 +35,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(CONTESTANTS), choices=CONTESTANTS, metavar="NAME")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--limit", type=float, default=3600, help="seconds; what does not fit is left out and named")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/uneven.json"))
+    parser.add_argument("--out", type=Path, help="results/uneven.json, or without GPUs uneven-trial.json")
     arguments = parser.parse_args()
+    out = arguments.out or result("uneven", arguments.gpus)
     with Cluster(arguments.hosts, per_host=2, gpus=arguments.gpus) as cluster:
-        race = Race(cluster, arguments.limit, arguments.out.with_suffix(".jsonl"))
+        race = Race(cluster, arguments.limit, out.with_suffix(".jsonl"))
         race.run(arguments.only, arguments.model, arguments.accumulate, arguments.repeats)
-    publish([(race.setup, race.records)], arguments.out)
+    publish([(race.setup, race.records)], out)
 
 
 if __name__ == "__main__":

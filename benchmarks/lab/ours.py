@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.lab.loop import CLIP, Contestant, adamw, short
@@ -111,9 +111,9 @@ class Legs(Contestant):
 
     def __init__(self, rank: Rank, model: nn.Module, blocks: int) -> None:
         super().__init__(rank)
-        from lightning_paro.collectives import _compat
+        from lightning_paro.collectives._legs import Legs as Launches
 
-        self.collectives = _compat
+        self.legs = Launches(rank.groups, rank.device)
         world, m = rank.topology.world_size, rank.topology.group_size
         numel = sum(parameter.numel() for parameter in model.parameters())
         piece = -(-blocks * block_numel(model) // world) * rank.topology.num_groups
@@ -125,18 +125,19 @@ class Legs(Contestant):
         assert m * whole >= numel
 
     def step(self, batches: list[Tensor]) -> Tensor:
-        group, ng = self.rank.groups.inter, self.rank.topology.num_groups
-        if group is not None:
-            for move in (self._reduce, self._gather):
-                for piece in self.pieces:
-                    move(self.buffer[:piece], self.shard[: piece // ng], group)
+        ng = self.rank.topology.num_groups
+        for move in (self._reduce, self._gather):
+            for piece in self.pieces:
+                self.legs.lanes.start(move(self.buffer[:piece], self.shard[: piece // ng]), "legs").wait()
         return torch.zeros((), device=self.rank.device)
 
-    def _reduce(self, whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
-        self.collectives.reduce_scatter(shard, whole, group=group)
+    def _reduce(self, whole: Tensor, shard: Tensor) -> Iterator[Any]:
+        yield "inter"
+        yield from self.legs.scatter("inter", [shard], [whole])
 
-    def _gather(self, whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
-        self.collectives.all_gather(whole, shard, group=group)
+    def _gather(self, whole: Tensor, shard: Tensor) -> Iterator[Any]:
+        yield "inter"
+        yield self.legs.gather("inter", [whole], [shard])
 
     def counts(self) -> dict[str, Any]:
         return {"piece_bytes": self.piece_bytes}

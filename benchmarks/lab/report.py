@@ -20,7 +20,9 @@ from benchmarks.lab.contestants import HSDP, partitions
 from benchmarks.lab.rows import Row, rows_of
 from benchmarks.lab.schedule import Job, Record
 
-__all__ = ["left_out", "make_report", "publish", "read", "save", "show"]
+__all__ = ["left_out", "make_report", "publish", "read", "result", "save", "show"]
+
+ROOT = Path(__file__).parents[2]
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Record]]:
@@ -47,8 +49,9 @@ def _setup(setup: dict[str, Any], records: list[Record], races: int) -> dict[str
     tables = []
     for model, accumulate in dict.fromkeys((r.job.model, r.job.accumulate) for r in records if r.status == "ok"):
         rows = rows_of(records, model, accumulate)
+        full = {name: row for name, row in rows.items() if row.repeats}
         even = setup["hosts"] == 1
-        bars = even_bars(rows) if even else uneven_bars(rows, model, accumulate, setup["hosts"], setup["gpus"])
+        bars = even_bars(full) if even else uneven_bars(full, model, accumulate, setup["hosts"], setup["gpus"])
         tables.append({
             "model": model, "accumulate": accumulate, "rows": [_told(row, rows) for row in rows.values()],
             "bars": [asdict(bar) | {"reached": bar.reached} for bar in bars],
@@ -63,6 +66,11 @@ def _told(row: Row, rows: dict[str, Row]) -> dict[str, Any]:
         "times_full_shard": full and full.step_s / row.step_s,
         "times_best_hsdp": hsdp and hsdp.step_s / row.step_s,
     }
+
+
+def result(name: str, gpus: int) -> Path:
+    """Where the results of a script go: those of a trial without GPUs not in the place of those that are committed."""
+    return ROOT / "benchmarks" / "results" / (f"{name}.json" if gpus else f"{name}-trial.json")
 
 
 def save(report: dict[str, Any], path: Path) -> None:
