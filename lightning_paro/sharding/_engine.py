@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from lightning_paro.sharding._optimizer import OptimizerShards, swap
 from lightning_paro.sharding._policy import PrecisionPolicy
 from lightning_paro.sharding._unit import Unit
 from lightning_paro.sharding._units import UnitsArgument, UnitSpec, find_units
+from lightning_paro.sharding._whole import lent_to_rank_zero, rewritten, whole_on_all_ranks
 from lightning_paro.topology import Granularity, Partition
 
 __all__ = ["Engine"]
@@ -74,7 +75,8 @@ class Engine:
         self.optimizers: list[OptimizerShards] = []
         self.sync_gradients = True
         """Whether the next backward is a boundary, see :meth:`backward_begin`."""
-        self._in_step = self._in_backward = self._is_boundary = self._rest_is_held = False
+        self.is_in_step = False
+        self._in_backward = self._is_boundary = self._rest_is_held = False
 
         specs: list[UnitSpec] = []
 
@@ -129,7 +131,7 @@ class Engine:
         self._backward.listen()
         if self.module.training:
             self._buffers.sync_persistent()
-        self._in_step = self._rest_is_held = True
+        self.is_in_step = self._rest_is_held = True
         for unit in self._rest:
             unit.hold()
             for flat in unit.flats:
@@ -142,7 +144,7 @@ class Engine:
             backward_follows: Whether a backward will still come (automatic optimization); the rest then stays whole
                 until that is over.
         """
-        self._in_step = False
+        self.is_in_step = False
         if not backward_follows:
             self._let_rest_go()
 
@@ -170,7 +172,7 @@ class Engine:
         self._ascent.backward_end()
         for unit in self.units:
             unit.settle()
-        if not self._in_step:
+        if not self.is_in_step:
             self._let_rest_go()
 
     def abort(self) -> None:
@@ -180,8 +182,7 @@ class Engine:
         for shards in self.optimizers:
             shards.abort()
 
-    @contextmanager
-    def full_parameters(self, module: nn.Module | None = None, writeback: bool = False) -> Iterator[None]:
+    def full_parameters(self, module: nn.Module | None = None, writeback: bool = False) -> AbstractContextManager[None]:
         """Whole parameter values, in the compute dtype, on every rank inside the context. Collective.
 
         Args:
@@ -189,38 +190,11 @@ class Engine:
             writeback: Keep rank 0's changes. Without it they are lost, except where parameters are not partitioned
                 (p=N): there is no other copy of them.
         """
-        self.meet("entering full_parameters")
         chosen = self.units
         if module is not None:
             flats = {id(self.locate(p)[0]) for p in module.parameters()}
             chosen = [unit for unit in self.units if any(id(flat) in flats for flat in unit.flats)]
-        with ExitStack() as stack:
-            for unit in chosen:
-                unit.hold()
-                stack.callback(unit.let_go)
-                for flat in unit.flats:
-                    flat.settle()
-                    if self.partition.p is not Granularity.N:
-                        flat.take_over()  # what was written before counts
-            yield
-            if self._in_step and torch.is_grad_enabled():  # a backward may come back to what was computed here
-                for unit in chosen:
-                    unit.is_kept = True
-            written = False
-            if writeback:
-                self.discard_ahead()
-            elif self.partition.p is not Granularity.N:
-                written = self.any_rank(any(flat.shown.is_written() for unit in chosen for flat in unit.flats))
-            for flat in (flat for unit in chosen for flat in unit.flats):
-                if writeback:
-                    flat.collect()
-                    if self.topology.world_size > 1:
-                        torch.distributed.broadcast(flat.whole, src=0)
-                    flat.overwrite(flat.whole)
-                if self.partition.p is not Granularity.N:
-                    if written:
-                        flat.gather(again=True)
-                    flat.attach()  # what else was written is dropped
+        return whole_on_all_ranks(self, chosen, writeback)
 
     # ---- optimizers -----------------------------------------------------------------------------------------
 
@@ -372,38 +346,20 @@ class Engine:
                 "ask only for modules that are part of it."
             ) from None
 
-    @contextmanager
-    def lent_to_rank_zero(self) -> Iterator[bool]:
+    def lent_to_rank_zero(self) -> AbstractContextManager[bool]:
         """Rank 0's module shows whole host values in their own dtype, as a single process would have them. Collective.
 
         Yields:
             Whether this is rank 0.
         """
-        self.meet("reading the whole model")
-        here = self.groups.rank == 0
-        for flat in self.flats:
-            flat.lend(here=here)
-        try:
-            yield here
-        finally:
-            if here:
-                for flat in self.flats:
-                    flat.take_back()
+        return lent_to_rank_zero(self)
 
-    @contextmanager
-    def rewritten(self) -> Iterator[None]:
+    def rewritten(self) -> AbstractContextManager[None]:
         """Every rank's module shows whole host values in their own dtype, and what it then holds is kept. Collective.
 
         All ranks must write the same.
         """
-        self.discard_ahead()
-        for flat in self.flats:
-            flat.lend()
-        try:
-            yield
-        finally:
-            for flat in self.flats:
-                flat.take_in()
+        return rewritten(self)
 
     def close(self) -> None:
         """Give the module its whole values back, in their own dtype on the host, and remove every hook. Collective.
@@ -445,7 +401,7 @@ class Engine:
         self._backward.reach(unit)
 
     def _reset(self) -> None:
-        self._in_step = False
+        self.is_in_step = False
         self._drop_backward()
         self._backward.reset()
         for flat in self.flats:
