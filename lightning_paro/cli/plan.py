@@ -127,8 +127,8 @@ def _links(inter: float | None, intra: float | None, ranks: int, group: int) -> 
                 f"{ranks} ranks in groups of {group} need the bandwidth {name}, which is not given. HINT: Gbit/s, as "
                 f"`lightning-paro probe` measures it, for example --{name} {80 if name == 'inter' else 2000}."
             )
-    known = inter or intra or 1.0
-    return inter or known, intra or known
+    known = [bandwidth for bandwidth in (inter, intra, 1.0) if bandwidth is not None]
+    return known[0] if inter is None else inter, known[0] if intra is None else intra
 
 
 def _count(

@@ -95,6 +95,7 @@ def test_parameters_of_a_lightning_module(run) -> None:
         ),
         (f"--params 7e9 {SCALED} --scale 16-64", "scale='16-64' is not understood: expected FROM:TO"),
         (f"--params 7e9 {SCALED} --scale 64:16", "expected 0 < FROM <= TO"),
+        (f"--params 7e9 {CLUSTER} --inter 0", "the bandwidth inter must be positive, got 0"),
         (f"--params 7e9 {CLUSTER} --memory 0", "the memory of a rank must be positive"),
         (f"--params 7e9 --trainable 8e9 {CLUSTER}", "8e+09 of 7e+09 parameters cannot be trained"),
         (f"--hf nowhere/config.json {CLUSTER}", "nowhere"),
