@@ -64,7 +64,8 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=2, choices=(0, 2, 4), help="0 is the CPU")
     parser.add_argument("--model", default="gpt2-medium", choices=MODELS)
     parser.add_argument("--partition", nargs="+", default=["iig"])
-    parser.add_argument("--beside", nargs="+", default=[], choices=CONTESTANTS, metavar="NAME", help="peers")
+    peers = [name for name, entry in CONTESTANTS.items() if entry.where.startswith("peers:")]
+    parser.add_argument("--beside", nargs="+", default=[], choices=peers, metavar="NAME", help="peers of torch itself")
     parser.add_argument("--accumulate", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=4, help="that travel by one launch")
     parser.add_argument("--steps", type=int, default=50, help="over which memory is watched")

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Cluster", "RankFailed", "gpus_of_host"]
+__all__ = ["ROOT", "Cluster", "RankFailed", "gpus_of_host"]
 
 ROOT = Path(__file__).parents[2]
 START_S = 240.0

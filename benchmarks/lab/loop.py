@@ -35,7 +35,7 @@ class Contestant:
 
     Attributes:
         accumulator: Dtype, and part, of the gradient in which micro-batches are accumulated.
-        mark: Called at the end of every ``"forward"``, ``"backward"`` and ``"update"``.
+        mark: Called at the end of every forward, every backward and the update.
     """
 
     accumulator = "fp32"
@@ -47,7 +47,7 @@ class Contestant:
         self.rank = rank
         self.steps = 0
         self.compute = torch.bfloat16 if rank.on_gpu else torch.float32
-        self.mark: Callable[[str], None] = lambda phase: None
+        self.mark: Callable[[], None] = lambda: None
 
     def step(self, batches: list[Tensor]) -> Tensor:
         """One optimizer step; returns this rank's mean loss, on the device."""
@@ -57,15 +57,15 @@ class Contestant:
             loss = self.micro_batch(batch, 1 / len(batches), is_last=number == len(batches))
             losses.append(loss.detach())
         self.update()
-        self.mark("update")
+        self.mark()
         return torch.stack(losses).mean()
 
     def micro_batch(self, batch: Tensor, share: float, is_last: bool) -> Tensor:
         """Forward and backward."""
         loss = self.forward(batch)
-        self.mark("forward")
+        self.mark()
         (loss * share).backward()
-        self.mark("backward")
+        self.mark()
         return loss
 
     def forward(self, batch: Tensor) -> Tensor:

@@ -47,12 +47,12 @@ class Paro(Contestant):
         self.engine.step_begin()
         loss = self.forward(batch)
         self.engine.step_end(backward_follows=True)
-        self.mark("forward")
+        self.mark()
         self.engine.sync_gradients = is_last
         self.engine.backward_begin()
         (loss * share).backward()
         self.engine.backward_end()
-        self.mark("backward")
+        self.mark()
         return loss
 
     def clip(self) -> None:

@@ -14,15 +14,15 @@ from typing import Any
 
 from benchmarks import cpu_hosts, even
 from benchmarks.lab.bars import FASTER, SETTINGS
+from benchmarks.lab.cluster import ROOT
 from benchmarks.lab.contestants import CONTESTANTS, HSDP, partitions
 from benchmarks.lab.moves import ALGORITHMS
 from benchmarks.lab.pictures import draw_collectives, draw_scaling, draw_table
-from benchmarks.lab.report import left_out
+from benchmarks.lab.report import RESULTS, left_out
 
 __all__ = ["pictures", "read", "render"]
 
-ROOT = Path(__file__).parents[2]
-PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "performance.md"
 PICTURES = PAGE.parent / "pictures"
 
 RACES = {"uneven": list(CONTESTANTS), "even": even.PAIRS, "cpu_hosts": cpu_hosts.NAMES}

@@ -16,13 +16,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.lab.bars import Bar, best, even_bars, uneven_bars
+from benchmarks.lab.cluster import ROOT
 from benchmarks.lab.contestants import HSDP, partitions
 from benchmarks.lab.rows import Row, rows_of
 from benchmarks.lab.schedule import Job, Record
 
-__all__ = ["left_out", "make_report", "publish", "read", "result", "save", "show"]
+__all__ = ["RESULTS", "left_out", "make_report", "publish", "read", "result", "save", "show"]
 
-ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Record]]:
@@ -70,7 +71,7 @@ def _told(row: Row, rows: dict[str, Row]) -> dict[str, Any]:
 
 def result(name: str, gpus: int) -> Path:
     """Where the results of a script go: those of a trial without GPUs not in the place of those that are committed."""
-    return ROOT / "benchmarks" / "results" / (f"{name}.json" if gpus else f"{name}-trial.json")
+    return RESULTS / (f"{name}.json" if gpus else f"{name}-trial.json")
 
 
 def save(report: dict[str, Any], path: Path) -> None:

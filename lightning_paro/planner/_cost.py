@@ -44,8 +44,7 @@ class StateBytes:
         """
         if precision not in _PRECISIONS:
             raise ValueError(f"precision={precision!r} is not known: expected one of {', '.join(_PRECISIONS)}.")
-        w, q, o, intra, inter = _PRECISIONS[precision]
-        copied = w if precision.endswith("-mixed") else 0
+        w, q, o, intra, inter, copied = _PRECISIONS[precision]
         q = q if grad_dtype is None else _size("grad_dtype", grad_dtype)
         if reduce_dtype is not None:
             intra = inter = _size("reduce_dtype", reduce_dtype)
@@ -53,11 +52,11 @@ class StateBytes:
 
 
 _PRECISIONS = {
-    "bf16-mixed": (2, 4, 12, 2, 2),
-    "bf16-true": (2, 2, 4, 2, 2),
-    "16-mixed": (2, 4, 12, 2, 4),
-    "32-true": (4, 4, 8, 4, 4),
-    "64-true": (8, 8, 16, 8, 8),
+    "bf16-mixed": (2, 4, 12, 2, 2, 2),
+    "bf16-true": (2, 2, 4, 2, 2, 0),
+    "16-mixed": (2, 4, 12, 2, 4, 2),
+    "32-true": (4, 4, 8, 4, 4, 0),
+    "64-true": (8, 8, 16, 8, 8, 0),
 }
 _SIZES = {"bfloat16": 2, "float32": 4, "float64": 8}
 

@@ -76,6 +76,7 @@ class Engine:
         self.sync_gradients = True
         """Whether the next backward is a boundary, see :meth:`backward_begin`."""
         self.is_in_step = False
+        """Whether a training step is under way."""
         self._in_backward = self._is_boundary = self._rest_is_held = False
 
         specs: list[UnitSpec] = []

@@ -213,9 +213,8 @@ class Flat(FlatValues):
         """Bytes this rank holds: ``parameters``, ``gradients``, ``master``; a view counts once."""
         gradients = sum(t.nbytes for t in (self.accumulator, self.gradient) if t is not None)
         parameters = 0 if self.is_cast else self.shard.nbytes
-        return {
-            "parameters": parameters, "gradients": gradients, "master": self.master.nbytes if self.is_mastered else 0
-        }  # fmt: skip
+        master = self.master.nbytes if self.is_mastered else 0
+        return {"parameters": parameters, "gradients": gradients, "master": master}
 
 
 _not_asked = torch._C.DisableTorchFunctionSubclass

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_paro.collectives import Ladder, Task, after
-from lightning_paro.collectives._legs import copy
 from lightning_paro.sharding._policy import PrecisionPolicy
 from lightning_paro.sharding._shown import Shown
 from lightning_paro.topology import Granularity, Partition
@@ -299,8 +298,8 @@ class FlatValues:
             part = whole[self._os_slice]
             changed = part != self.master.to(part.dtype)
             self.master.copy_(torch.where(changed, part.to(self.master.dtype), self.master))
-        if not self.is_cast:
-            copy(self.shard, whole[self._p_slice])
+        if not self.is_cast and whole is not self.shard:
+            self.shard.copy_(whole[self._p_slice])
 
     def full_values(self) -> Tensor:
         """The whole values in the optimizer's dtype, as a new flat tensor; collective."""

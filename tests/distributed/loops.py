@@ -219,3 +219,14 @@ __all__ = [
     "ALL", "FEW", "P_WHOLE", "SOME", "Alone", "Block", "PrecisionPolicy", "Sharded", "Stack", "adamw",
     "assert_as_alone", "failing", "share", "train",
 ]  # fmt: skip
+
+
+def accumulate(loop: Alone, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, micro_batches: int) -> None:
+    """Steps on the mean of the squared outputs, with gradients of several micro-batches."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro in range(micro_batches):
+            with loop.step():
+                loss = loop.mean(lambda rank, s=step, m=micro: model(share(s, rank, m)).square().mean())
+            loop.backward(loss, sync=micro == micro_batches - 1)
+        optimizer.step()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.distributed.loops import Alone, Block, Stack, adamw, assert_as_alone, failing, share
+from tests.distributed.loops import Alone, Block, Stack, accumulate, adamw, assert_as_alone, failing, share
 from tests.distributed.pool import Pool, WorkerError
 
 
@@ -376,13 +376,7 @@ class Phased(Block):
 def _complex_parameters_in_every_unit(loop: Alone) -> nn.Module:
     model = loop.shard(Stack(Phased(), Phased(), Phased()).double())
     optimizer = loop.attach(torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.5))
-    for step in range(3):
-        optimizer.zero_grad()
-        for micro in range(2):
-            with loop.step():
-                mean = loop.mean(lambda rank, s=step, m=micro: model(share(s, rank, m)).square().mean())
-            loop.backward(mean, sync=micro == 1)
-        optimizer.step()
+    accumulate(loop, model, optimizer, steps=3, micro_batches=2)
     return model
 
 

@@ -27,8 +27,8 @@ def _input() -> Tensor:
 
 
 def _pickled(module: nn.Module) -> nn.Module:
-    copy: nn.Module = pickle.loads(pickle.dumps(module))
-    return copy
+    twin: nn.Module = pickle.loads(pickle.dumps(module))
+    return twin
 
 
 def _outputs_of_a_copy(partition: str, copied: Callable[[nn.Module], nn.Module]) -> tuple[list[Tensor], int]:

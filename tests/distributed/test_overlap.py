@@ -6,12 +6,13 @@ import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.loops import ALL, Alone, Block, Sharded, Stack, adamw, assert_as_alone, share
+from tests.distributed.loops import ALL, Alone, Block, Sharded, Stack, accumulate, adamw, assert_as_alone, share
 from tests.distributed.pool import Pool
 
 BLOCKS = 6
@@ -84,11 +85,8 @@ def _order_of_updates(partition: str) -> list[str]:
         started.append(str(what))
         return start(steps, what, *rest)
 
-    lanes.start = watched  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(lanes, "start", watched):
         optimizer.step()
-    finally:
-        del lanes.start  # type: ignore[method-assign]
     loop.engine.settle()
     loop.close()
     return started
@@ -239,13 +237,7 @@ def _accumulate(loop: Any) -> nn.Module:
     model = stack(3)
     loop.shard(model)
     optimizer = loop.attach(adamw(model))
-    for step in range(2):
-        optimizer.zero_grad()
-        for micro in range(3):
-            with loop.step():
-                loss = loop.mean(lambda rank, s=step, m=micro: model(share(s, rank, m)).square().mean())
-            loop.backward(loss, sync=micro == 2)
-        optimizer.step()
+    accumulate(loop, model, optimizer, steps=2, micro_batches=3)
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -161,10 +162,8 @@ def _interrupted_launch(partition: str) -> tuple[bool, list[Tensor]]:
         lost.append(start(steps, what, *rest))
         raise KeyboardInterrupt
 
-    lanes.start = launched  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt), loop.step():
+    with mock.patch.object(lanes, "start", launched), pytest.raises(KeyboardInterrupt), loop.step():
         model(share(0, loop.rank))
-    del lanes.start  # type: ignore[method-assign]
     flats = [flat for flat in loop.engine.flats if not flat.is_whole and flat.whole.untyped_storage().nbytes()]
     kept = [flat.whole for flat in flats]
     loop.engine.abort()
