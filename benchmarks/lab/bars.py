@@ -45,7 +45,10 @@ def _memory(mine: Row | None, theirs: Row | None) -> float | None:
 FASTER = {(2, 2): (5.5, 2.0), (4, 2): (9.0, 2.2), (2, 4): (3.1, 2.2)}
 """By hosts and GPUs: how much faster than FULL_SHARD and than the best HSDP."""
 
-SETTINGS = (*(("gpt2-medium", 8, *where) for where in FASTER), ("llama-1b", 8, 2, 4))
+LLAMA = ("llama-1b", "llama-1b-mb8")
+"""Where computation is large: the second with micro-batches of twice the size."""
+
+SETTINGS = (*(("gpt2-medium", 8, *where) for where in FASTER), *((name, 8, 2, 4) for name in LLAMA))
 """Model, number of micro-batches, hosts and GPUs that have bars between uneven hosts."""
 
 
@@ -73,7 +76,7 @@ def uneven_bars(rows: Rows, model: str, accumulate: int, hosts: int, gpus: int) 
             Bar("paro_ggg, memory of FSDP FULL_SHARD", _memory(ggg, sharded), 0.82, False),
             Bar("best PaRO, of compute floor + legs", mine.step_s / limit if mine and limit else None, 1.15, False),
         ]
-    if model == "llama-1b" and accumulate == 8 and gpus == 4:
+    if model in LLAMA and accumulate == 8 and gpus == 4:
         bars += [Bar("best PaRO, of the compute floor", _speed(mine, floor), 1.10, False)]
     return bars
 

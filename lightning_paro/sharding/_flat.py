@@ -74,7 +74,8 @@ class Flat(FlatValues):
 
         That is the accumulator if gradients are whole on every rank (g=N), and a staging buffer otherwise.
         """
-        gradients = {index: _strided(self.slots[index].parameter) for index in sorted(self._arrived)}
+        with _not_asked():  # their unit may be released by now
+            gradients = {index: _taken(self.shown.parameters[index]) for index in sorted(self._arrived)}
         self._arrived.clear()
         with torch.no_grad():
             if self.partition.g is not N:
@@ -221,10 +222,11 @@ _not_asked = torch._C.DisableTorchFunctionSubclass
 """What a released parameter allows need not be asked of it one by one."""
 
 
-def _strided(parameter: Tensor) -> Tensor:
+def _taken(parameter: Tensor) -> Tensor:
     """The gradient of a parameter, taken off it."""
-    gradient, parameter.grad = parameter.grad, None
+    gradient = parameter.grad
     assert gradient is not None
+    parameter.grad = None
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 

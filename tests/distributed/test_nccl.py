@@ -138,7 +138,7 @@ def _collectives(rank: int, port: int, hosts: int) -> None:
     from tests.distributed.test_two_level import in_flight, wrong_results
 
     world = 2 * hosts
-    for group_size in (1, 2, world):
+    for group_size in (1, 2, world) if hosts == 2 else (2,):  # four ranks a GPU: thousands of launches take minutes
         assert not wrong_results(group_size, str(device))
         for seed in range(3):
             assert not in_flight(group_size, seed, str(device))

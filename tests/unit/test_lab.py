@@ -211,16 +211,16 @@ def test_bars_between_uneven_hosts() -> None:
     assert needed == [9.0, 2.2]
 
 
-def test_the_bar_of_the_larger_model_is_the_floor_alone() -> None:
-    records = [record("floor", 1.0, model="llama-1b"), record("paro_iig", 1.12, model="llama-1b")]
-    rows = rows_of(records, "llama-1b", 8)
-    (bar,) = uneven_bars(rows, "llama-1b", 8, hosts=2, gpus=4)
+@pytest.mark.parametrize("model", ["llama-1b", "llama-1b-mb8"])
+def test_the_bar_of_the_larger_model_is_the_floor_alone(model: str) -> None:
+    rows = rows_of([record("floor", 1.0, model=model), record("paro_iig", 1.12, model=model)], model, 8)
+    (bar,) = uneven_bars(rows, model, 8, hosts=2, gpus=4)
     assert (bar.value, bar.reached) == (pytest.approx(1.12), False)
-    assert uneven_bars(rows, "llama-1b", 8, hosts=2, gpus=2) == []
+    assert uneven_bars(rows, model, 8, hosts=2, gpus=2) == []
 
 
 def test_settings_with_bars_have_them() -> None:
-    assert len(SETTINGS) == 4
+    assert len(SETTINGS) == 5
     assert all(uneven_bars({}, *setting) for setting in SETTINGS)
 
 
