@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from lightning_paro.collectives._compat import MOVABLE
 from lightning_paro.collectives._groups import ProcessGroups
 
-__all__ = ["MOVABLE", "check_call", "check_multiple", "check_src", "check_summable"]
-
-MOVABLE = frozenset(
-    {
-        torch.float16, torch.bfloat16, torch.float32, torch.float64,
-        torch.int8, torch.uint8, torch.int32, torch.int64,
-    }
-)  # fmt: skip
-"""Dtypes that gloo and NCCL know."""
+__all__ = ["check_call", "check_multiple", "check_src", "check_summable"]
 
 
 def check_call(

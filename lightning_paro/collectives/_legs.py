@@ -70,7 +70,7 @@ class Legs:
     def broadcast(self, role: str, tensor: Tensor, src: int) -> object:
         """Broadcast in place from the rank ``src`` of the world, which is in the group."""
         group = self._group(role, [tensor])
-        return None if group is None else dist.broadcast(tensor, src, group=group, async_op=self.lanes.is_async)
+        return None if group is None else _compat.broadcast(tensor, src, group=group, async_op=self.lanes.is_async)
 
     def _group(self, role: str, wholes: Sequence[Tensor], passes: int = 1) -> dist.ProcessGroup | None:
         """The group of a role, with what it is about to send counted."""

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_paro.collectives import _stages
-from lightning_paro.collectives._checks import MOVABLE, check_call, check_multiple, check_src, check_summable
+from lightning_paro.collectives._checks import check_call, check_multiple, check_src, check_summable
 from lightning_paro.collectives._chunks import DEFAULT_CHUNK_BYTES, ChunkPlan
+from lightning_paro.collectives._compat import plain
 from lightning_paro.collectives._groups import ProcessGroups
 from lightning_paro.collectives._lanes import Steps, Task
 from lightning_paro.collectives._legs import Legs
@@ -55,7 +56,7 @@ def all_gather(
     """
     check_call("all_gather", groups, algorithm, chunk_bytes, {"out": out, "shard": shard})
     check_multiple("all_gather", groups.topology.world_size, ("out", out), ("shard", shard))
-    whole, part = _flat(out), _flat(shard)
+    whole, part = _elements(out), _elements(shard)
     return _run(
         "all_gather", groups, (out, shard), algorithm, async_op, chunk_bytes,
         one_level=("intra_gather", lambda legs, role: once(legs.gather, role, [whole], [part])),
@@ -93,7 +94,7 @@ def reduce_scatter(
     check_call("reduce_scatter", groups, algorithm, chunk_bytes, {"out": out, "whole": whole})
     check_multiple("reduce_scatter", groups.topology.world_size, ("whole", whole), ("out", out))
     check_summable("reduce_scatter", whole)
-    source, part = _flat(whole), _flat(out)
+    source, part = _elements(whole), _elements(out)
     return _run(
         "reduce_scatter", groups, (whole, out), algorithm, async_op, chunk_bytes,
         one_level=("intra_reduce", lambda legs, role: legs.scatter(role, [part], [source])),
@@ -128,7 +129,7 @@ def all_reduce(
     """
     check_call("all_reduce", groups, algorithm, chunk_bytes, {"tensor": tensor})
     check_summable("all_reduce", tensor)
-    flat = _flat(tensor)
+    flat = _elements(tensor)
     return _run(
         "all_reduce", groups, (tensor,), algorithm, async_op, chunk_bytes,
         one_level=("intra_reduce", lambda legs, role: once(legs.reduce, role, flat)),
@@ -163,7 +164,7 @@ def broadcast(
     """
     check_call("broadcast", groups, algorithm, chunk_bytes, {"tensor": tensor})
     check_src("broadcast", groups.topology.world_size, src)
-    flat = _flat(tensor)
+    flat = _elements(tensor)
     return _run(
         "broadcast", groups, (tensor,), algorithm, async_op, chunk_bytes,
         one_level=("intra_gather", lambda legs, role: once(legs.broadcast, role, flat, src)),
@@ -212,8 +213,6 @@ def _chunk_bytes(what: str, groups: ProcessGroups, device: torch.device, nbytes:
     return DEFAULT_CHUNK_BYTES if plan is None else plan.chunk_bytes(what, nbytes)
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """The same elements in a row, as something that gloo and NCCL take; only moved, any dtype is bytes."""
-    tensor = tensor.detach()
-    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
-    return flat if flat.dtype in MOVABLE else flat.view(torch.uint8)
+def _elements(tensor: Tensor) -> Tensor:
+    """In a row, as something that gloo and NCCL take."""
+    return plain(tensor.detach().view(-1))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_paro.collectives import ProcessGroups, Traffic
+from lightning_paro.collectives._compat import broadcast
 
 __all__ = ["Buffers"]
 
@@ -51,7 +52,7 @@ class Buffers:
             for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
                 alike = [buffer for buffer in buffers if buffer.dtype is dtype]
                 flat = torch.cat([buffer.reshape(-1) for buffer in alike])
-                torch.distributed.broadcast(flat, src=0)
+                broadcast(flat, src=0)
                 self._traffic.control += flat.nbytes
                 for buffer, part in zip(alike, flat.split([b.numel() for b in alike]), strict=True):
                     buffer.copy_(part.view(buffer.shape))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_paro.collectives import Ladder, Task, after
+from lightning_paro.collectives._compat import broadcast
 from lightning_paro.sharding._policy import PrecisionPolicy
 from lightning_paro.sharding._shown import Shown
 from lightning_paro.topology import Granularity, Partition
@@ -113,7 +114,7 @@ class FlatValues:
                 for slot in self.slots:
                     self._view(whole, slot).copy_(slot.parameter)
             if self.ladder.groups.topology.world_size > 1:
-                torch.distributed.broadcast(whole, src=0)
+                broadcast(whole, src=0)
             is_p_whole = self.partition.p is N
             self.shard = whole[self._p_slice].to(self.dtype, copy=not is_p_whole)
             self.master = self.os_view()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lightning_paro.collectives._compat import broadcast
 from lightning_paro.sharding._flat import Flat
 from lightning_paro.sharding._unit import Unit
 from lightning_paro.topology import Granularity
@@ -51,7 +52,7 @@ def _write_back(flats: Sequence[Flat], world_size: int) -> None:
     for flat in flats:
         flat.collect()
         if world_size > 1:
-            torch.distributed.broadcast(flat.whole, src=0)
+            broadcast(flat.whole, src=0)
         flat.overwrite(flat.whole)
 
 

@@ -17,7 +17,8 @@ def values_of(module: nn.Module) -> Values:
 
 
 def as_array(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().cpu().numpy().copy()
+    is_float8 = tensor.is_floating_point() and tensor.itemsize == 1  # numpy has none
+    return (tensor.float() if is_float8 else tensor).detach().cpu().numpy().copy()
 
 
 def differences(actual: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], tolerance: float) -> list[str]:

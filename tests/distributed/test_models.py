@@ -103,6 +103,44 @@ def test_models_of_transformers_and_peft_equal_one_process(pool: Pool, few: tupl
     assert_as_alone(pool, scenario, few)
 
 
+class Quantised(nn.Module):
+    """A trained layer on top of frozen values in a dtype that neither gloo nor NCCL takes."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.layer = nn.Linear(6, 6, dtype=torch.float64)
+        self.frozen = nn.Parameter(torch.zeros(6, 6, dtype=dtype), requires_grad=False)
+        self.register_buffer("levels", torch.zeros(6, dtype=dtype))
+
+    def fill(self, by: int) -> None:
+        """With values that rank 0 alone has."""
+        self.frozen.data = (by * torch.arange(36.0).view(6, 6)).to(self.dtype)
+        self.levels = (by * torch.arange(6.0)).to(self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x) @ self.frozen.double() / 36 + self.levels.double()
+
+
+def _quantised(loop: Alone) -> nn.Module:
+    model = nn.Sequential(*(Quantised(dtype) for dtype in (torch.float8_e4m3fn, torch.int16, torch.uint16)))
+    for module in model:
+        module.fill(by=1 if loop.rank == 0 else 0)
+    loop.shard(model)
+    optimizer = loop.attach(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01))
+    for step in range(2):
+        optimizer.zero_grad()
+        with loop.step():
+            loss = loop.mean(lambda rank, s=step: model(share(s, rank)).square().mean())
+        loop.backward(loss)
+        optimizer.step()
+    return model
+
+
+def test_frozen_values_that_no_backend_takes_travel_as_bytes(pool: Pool, few: tuple[str, ...]) -> None:
+    assert_as_alone(pool, _quantised, few)
+
+
 def _train_compiled(loop: Alone, before: bool) -> nn.Module:
     torch._dynamo.reset()
     model = Stack(Block(), Block()).double()
