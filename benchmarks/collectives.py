@@ -1,9 +1,10 @@
-"""PaRO-CC: collectives in two levels against flat ones, NCCL's own over all ranks, from 1 MiB to 1 GiB.
+"""PaRO-CC: collectives in two levels against flat ones, the backend's own over all ranks, from 1 MiB to 1 GiB.
 
 Two or four GPUs pose as hosts of two ranks, as in uneven.py; both algorithms run in turn, and a time is that of the
 slowest rank. Two levels use the chunk sizes that ``tune`` measures first::
 
     python benchmarks/collectives.py --hosts 2 4
+    sudo .venv/bin/python benchmarks/collectives.py --mbit 100 --hosts 2 3 --sizes 1 4 16   # no GPU: as in cpu_hosts.py
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +21,23 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.lab import namespaces
 from benchmarks.lab.cluster import Cluster
 from benchmarks.lab.moves import ALGORITHMS, OPERATIONS
-from benchmarks.lab.report import result, save
+from benchmarks.lab.report import RESULTS, result, save
 
 MIB = 2**20
 WARMUP, MEASURED = 2, 5
 
 
-def race(hosts: int, gpus: int, operations: list[str], sizes: list[int]) -> dict[str, Any]:
+def race(place: AbstractContextManager[Cluster], operations: list[str], sizes: list[int]) -> dict[str, Any]:
     """Every operation at every size on one cluster."""
     rows = []
-    with Cluster(hosts, per_host=2, gpus=gpus) as cluster:
-        setup = cluster.call("benchmarks.lab.rank:describe")[0] | {"hosts": hosts, "ranks_per_host": 2, "gpus": gpus}
+    with place as cluster:
+        setup = cluster.call("benchmarks.lab.rank:describe")[0] | {
+            "hosts": cluster.hosts, "ranks_per_host": cluster.per_host, "gpus": cluster.gpus,
+            "network": cluster.network,
+        }  # fmt: skip
         tried = sorted(sizes)[-3:]  # chunks matter where there are many
         chunks = cluster.call("benchmarks.lab.moves:tuned", nbytes=tried)[0]
         setup["chunk_bytes"] = {name: dict(zip(map(str, tried), best, strict=True)) for name, best in chunks.items()}
@@ -51,7 +57,8 @@ def race(hosts: int, gpus: int, operations: list[str], sizes: list[int]) -> dict
                 row["speedup"] = row["flat"]["median_s"] / row["two-level"]["median_s"]
                 row["equal"] = all(rank["equal"] for rank in ranks)
                 rows.append(row)
-                print(f"{2 * hosts} ranks, {operation}, {nbytes / MIB:g} MiB: {row['speedup']:.2f} times as fast")
+                what = f"{cluster.world_size} ranks, {operation}, {nbytes / MIB:g} MiB"
+                print(f"{what}: {row['speedup']:.2f} times as fast")
     return {"setup": setup, "rows": rows}
 
 
@@ -72,15 +79,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4], help="posed hosts of two ranks")
     parser.add_argument("--gpus", type=int, default=2, choices=(0, 2, 4), help="0 is the CPU")
+    parser.add_argument("--mbit", type=int, help="hosts are network namespaces with links of this rate, without GPUs")
     parser.add_argument("--only", nargs="+", default=list(OPERATIONS), choices=OPERATIONS, metavar="OPERATION")
     parser.add_argument("--sizes", type=int, nargs="+", default=[2**k for k in range(11)], metavar="MIB")
-    parser.add_argument("--out", type=Path, help="results/collectives.json, or without GPUs collectives-trial.json")
+    parser.add_argument("--out", type=Path, help="results/collectives.json, or cpu_collectives.json with --mbit")
     arguments = parser.parse_args()
-    out = arguments.out or result("collectives", arguments.gpus)
+    mbit, gpus = arguments.mbit, arguments.gpus
+    out = arguments.out or (RESULTS / "cpu_collectives.json" if mbit else result("collectives", gpus))
     report: dict[str, Any] = {"setups": []}
     for hosts in arguments.hosts:
-        sizes = [size * MIB for size in arguments.sizes]
-        report["setups"].append(race(hosts, arguments.gpus, arguments.only, sizes))
+        place = namespaces.cluster(hosts, mbit) if mbit else Cluster(hosts, per_host=2, gpus=gpus)
+        report["setups"].append(race(place, arguments.only, [size * MIB for size in arguments.sizes]))
         save(report, out)
     show(report)
 

@@ -15,7 +15,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.lab import namespaces
-from benchmarks.lab.cluster import Cluster
 from benchmarks.lab.models import MODELS
 from benchmarks.lab.report import publish
 from benchmarks.lab.schedule import Race
@@ -37,15 +36,9 @@ def main() -> None:
     arguments = parser.parse_args()
     races = []
     for count in arguments.hosts:
-        with namespaces.hosts(count, arguments.mbit) as network:
-            print(f"{count} hosts x 2: {network.description}")
-            cluster = Cluster(
-                count, per_host=2, gpus=0, prefixes=network.prefixes, interface=network.interface,
-                address=network.address, network=network.description,
-            )  # fmt: skip
-            with cluster:
-                race = Race(cluster, arguments.limit, arguments.out.with_suffix(f".{count}.jsonl"))
-                race.run(arguments.only, [arguments.model], arguments.accumulate, arguments.repeats)
+        with namespaces.cluster(count, arguments.mbit) as cluster:
+            race = Race(cluster, arguments.limit, arguments.out.with_suffix(f".{count}.jsonl"))
+            race.run(arguments.only, [arguments.model], arguments.accumulate, arguments.repeats)
         races.append((race.setup, race.records))
     publish(races, arguments.out)
 

@@ -9,7 +9,9 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Network", "hosts"]
+from benchmarks.lab.cluster import Cluster
+
+__all__ = ["Network", "cluster", "hosts"]
 
 SUBNET = "192.168.232"
 INTERFACE = "paro0"
@@ -55,6 +57,16 @@ def hosts(count: int, mbit: int) -> Iterator[Network]:
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=20)
+
+
+@contextlib.contextmanager
+def cluster(count: int, mbit: int) -> Iterator[Cluster]:
+    """Two ranks on each of ``count`` such hosts, on the CPU."""
+    with hosts(count, mbit) as network:
+        print(f"{count} hosts x 2: {network.description}")
+        over = {"prefixes": network.prefixes, "interface": network.interface, "address": network.address}
+        with Cluster(count, per_host=2, gpus=0, network=network.description, **over) as ranks:
+            yield ranks
 
 
 def _make(names: list[str], mbit: int) -> None:

@@ -28,6 +28,9 @@ PICTURES = PAGE.parent / "pictures"
 RACES = {"uneven": list(CONTESTANTS), "even": even.PAIRS, "cpu_hosts": cpu_hosts.NAMES}
 """Scripts that race, and whom each would run."""
 
+OTHERS = ("collectives", "cpu_collectives", "scaling")
+"""What else is measured."""
+
 STEADY = 0.1
 """How far, relatively, the scouting and the repeats of one configuration may be apart without being named."""
 
@@ -51,7 +54,7 @@ def render(page: str, reports: dict[str, Report]) -> str:
         if name in RACES:
             lines = _race(name, reports[name])
         else:
-            lines = {"collectives": _collectives, "scaling": _scaling}[name](reports[name])
+            lines = _scaling(reports[name]) if name == "scaling" else _collectives(name, reports[name])
         return f"{begin}\n" + "\n".join(lines).rstrip("\n") + f"\n\n{end}"
 
     return re.sub(r"\n{3,}", "\n\n", PART.sub(part, page))
@@ -64,15 +67,15 @@ def pictures(reports: dict[str, Report]) -> dict[str, tuple[Callable[[Any, Path]
         if name in RACES:
             tables = [table for part in report["setups"] for table in part["tables"]]
             drawn |= {_picture(name, number): (draw_table, table) for number, table in enumerate(tables, start=1)}
-    for name, draw in (("collectives", draw_collectives), ("scaling", draw_scaling)):
+    for name in OTHERS:
         if name in reports:
-            drawn[f"{name}.png"] = (draw, reports[name])
+            drawn[f"{name}.png"] = (draw_scaling if name == "scaling" else draw_collectives, reports[name])
     return drawn
 
 
 def read(results: Path = RESULTS) -> dict[str, Report]:
     """What was measured, by the name of the script."""
-    paths = {name: results / f"{name}.json" for name in (*RACES, "collectives", "scaling")}
+    paths = {name: results / f"{name}.json" for name in (*RACES, *OTHERS)}
     return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
 
 
@@ -234,17 +237,17 @@ def _absent(names: Iterable[str], table: dict[str, Any], part: dict[str, Any]) -
         yield f"Not run: {', '.join(absent)}."
 
 
-def _collectives(report: Report) -> Iterator[str]:
+def _collectives(name: str, report: Report) -> Iterator[str]:
     for part in report["setups"]:
         rows = {(row["operation"], row["nbytes"]): row for row in part["rows"]}
         operations, sizes = (list(dict.fromkeys(key[i] for key in rows)) for i in (0, 1))
         yield from (f"### {_where(part['setup'])}", "", _setup(part["setup"]), "")
         cells = {"MiB": [f"{size / 2**20:g}" for size in sizes]}
-        cells |= {name: [_pair(rows.get((name, size))) for size in sizes] for name in operations}
+        cells |= {what: [_pair(rows.get((what, size))) for size in sizes] for what in operations}
         yield from (*_table(cells), "")
-        unequal = [f"{name} of {size / 2**20:g} MiB" for (name, size), row in rows.items() if not row["equal"]]
+        unequal = [f"{what} of {size / 2**20:g} MiB" for (what, size), row in rows.items() if not row["equal"]]
         yield from (f"Results of both differ: {', '.join(unequal)}." if unequal else "Results of both are equal.", "")
-    yield "![How many times as fast two levels are as one](pictures/collectives.png)"
+    yield f"![How many times as fast two levels are as one](pictures/{name}.png)"
 
 
 def _pair(row: dict[str, Any] | None) -> str:
