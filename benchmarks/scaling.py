@@ -4,6 +4,7 @@ The planner gets what its own probe measured between the ranks, and the time of 
 it assumes that communication and computation overlap fully. What they cost one after the other is shown as well::
 
     python benchmarks/scaling.py --hosts 2 --gpus 2
+    sudo .venv/bin/python benchmarks/scaling.py --mbit 100      # no GPU: as in cpu_hosts.py
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.lab import namespaces
 from benchmarks.lab.cluster import Cluster
 from benchmarks.lab.models import MODELS, block_numel, build, stack_of
-from benchmarks.lab.report import result, save
+from benchmarks.lab.report import RESULTS, result, save
 from benchmarks.lab.schedule import Job, Race, Record
 from lightning_paro.planner import Cost, Network, StateBytes, Workload, cost
 from lightning_paro.topology import Partition, Topology
 
 NAMES = ("paro_nig", "paro_iig", "paro_ggg", "fsdp_full")
-SIZES, COUNTS = ["gpt2-small", "gpt2-medium", "gpt2-large"], [1, 2, 4, 8, 16]
+SIZES = ["gpt2-small", "gpt2-medium", "gpt2-large"]
+CPU_SIZES = ["cpu-gpt2-small", "cpu-gpt2", "cpu-gpt2-large"]
+COUNTS = [1, 2, 4, 8, 16]
 BLOCKS = 4
 """Blocks a launch or unit, of all contestants."""
 
@@ -99,20 +103,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2, choices=(2, 4))
     parser.add_argument("--gpus", type=int, default=2, choices=(0, 2, 4), help="0 is the CPU")
-    parser.add_argument("--models", nargs="+", default=SIZES, choices=MODELS)
-    parser.add_argument("--base", default="gpt2-medium", choices=MODELS, help="the model whose s is varied")
+    parser.add_argument("--mbit", type=int, help="hosts are network namespaces with links of this rate, without GPUs")
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="three sizes of GPT-2, small ones with --mbit")
+    parser.add_argument("--base", choices=MODELS, help="the model whose s is varied; the second one")
     parser.add_argument("--accumulate", nargs="+", type=int, default=COUNTS)
     parser.add_argument("--limit", type=float, default=3600, help="seconds; what does not fit is left out and named")
-    parser.add_argument("--out", type=Path, help="results/scaling.json, or without GPUs scaling-trial.json")
+    parser.add_argument("--out", type=Path, help="results/scaling.json, or cpu_scaling.json with --mbit")
     arguments = parser.parse_args()
-    out = arguments.out or result("scaling", arguments.gpus)
-    with Cluster(arguments.hosts, per_host=2, gpus=arguments.gpus) as cluster:
+    mbit, gpus = arguments.mbit, arguments.gpus
+    models = arguments.models or (CPU_SIZES if mbit else SIZES)
+    base = arguments.base or models[min(1, len(models) - 1)]
+    out = arguments.out or (RESULTS / "cpu_scaling.json" if mbit else result("scaling", gpus))
+    hosts = arguments.hosts
+    with namespaces.cluster(hosts, mbit) if mbit else Cluster(hosts, per_host=2, gpus=gpus) as cluster:
         race = Race(cluster, arguments.limit, out.with_suffix(".jsonl"))
         race.begin()
         links = cluster.call("benchmarks.lab.links:measure")[0]
-        compute, records = measure(race, arguments.models, arguments.accumulate, arguments.base)
+        compute, records = measure(race, models, arguments.accumulate, base)
     network = Network(Topology(cluster.world_size, cluster.per_host), **links)
-    rows = compare(compute, records, network, "bf16-mixed" if arguments.gpus else "32-true")
+    rows = compare(compute, records, network, "bf16-mixed" if cluster.gpus else "32-true")
     report = {"setup": race.setup, "links_bytes_per_s": links, "micro_batch_s": compute, "rows": rows}
     save(report, out)
     show(report)

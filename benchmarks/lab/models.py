@@ -49,7 +49,9 @@ MODELS = {
     "llama-1b-mb8": _llama(2048, 16, 32, 8, 8192, length=2048, vocab=32000, micro_batch=8),
     "tiny-gpt2": _gpt2(64, 4, 2, length=16, micro_batch=1, vocab=64),
     "tiny-llama": _llama(64, 4, 4, 2, 128, length=16, vocab=64),
+    "cpu-gpt2-small": _gpt2(64, 4, 4, length=16, micro_batch=1, vocab=256),
     "cpu-gpt2": _gpt2(128, 4, 4, length=16, micro_batch=1, vocab=256),
+    "cpu-gpt2-large": _gpt2(256, 4, 4, length=16, micro_batch=1, vocab=256),
 }
 
 

@@ -28,9 +28,6 @@ PICTURES = PAGE.parent / "pictures"
 RACES = {"uneven": list(CONTESTANTS), "even": even.PAIRS, "cpu_hosts": cpu_hosts.NAMES}
 """Scripts that race, and whom each would run."""
 
-OTHERS = ("collectives", "cpu_collectives", "scaling")
-"""What else is measured."""
-
 STEADY = 0.1
 """How far, relatively, the scouting and the repeats of one configuration may be apart without being named."""
 
@@ -50,11 +47,8 @@ def render(page: str, reports: dict[str, Report]) -> str:
     def part(match: re.Match[str]) -> str:
         begin, name, end = match.groups()
         if name not in reports:
-            return f"{begin}\nNot measured yet: `benchmarks/{name}.py`.\n\n{end}"
-        if name in RACES:
-            lines = _race(name, reports[name])
-        else:
-            lines = _scaling(reports[name]) if name == "scaling" else _collectives(name, reports[name])
+            return f"{begin}\nNot measured yet: there is no `benchmarks/results/{name}.json`.\n\n{end}"
+        lines = _race(name, reports[name]) if name in RACES else OTHERS[name][0](reports[name], name)
         return f"{begin}\n" + "\n".join(lines).rstrip("\n") + f"\n\n{end}"
 
     return re.sub(r"\n{3,}", "\n\n", PART.sub(part, page))
@@ -67,9 +61,9 @@ def pictures(reports: dict[str, Report]) -> dict[str, tuple[Callable[[Any, Path]
         if name in RACES:
             tables = [table for part in report["setups"] for table in part["tables"]]
             drawn |= {_picture(name, number): (draw_table, table) for number, table in enumerate(tables, start=1)}
-    for name in OTHERS:
+    for name, (_, draw) in OTHERS.items():
         if name in reports:
-            drawn[f"{name}.png"] = (draw_scaling if name == "scaling" else draw_collectives, reports[name])
+            drawn[f"{name}.png"] = (draw, reports[name])
     return drawn
 
 
@@ -237,7 +231,7 @@ def _absent(names: Iterable[str], table: dict[str, Any], part: dict[str, Any]) -
         yield f"Not run: {', '.join(absent)}."
 
 
-def _collectives(name: str, report: Report) -> Iterator[str]:
+def _collectives(report: Report, name: str) -> Iterator[str]:
     for part in report["setups"]:
         rows = {(row["operation"], row["nbytes"]): row for row in part["rows"]}
         operations, sizes = (list(dict.fromkeys(key[i] for key in rows)) for i in (0, 1))
@@ -257,11 +251,11 @@ def _pair(row: dict[str, Any] | None) -> str:
     return f"{flat:.2f} / {levels:.2f} = {row['speedup']:.2f}"
 
 
-def _scaling(report: Report) -> Iterator[str]:
+def _scaling(report: Report, name: str) -> Iterator[str]:
     rows = report["rows"]
     yield from (f"### {_where(report['setup'])}", "", _setup(report["setup"]), "")
-    links = {name: value for name, value in report["links_bytes_per_s"].items() if value}
-    told = ", ".join(f"{name} {value / 1e9:.3g} GB/s" for name, value in links.items())
+    links = {link: value for link, value in report["links_bytes_per_s"].items() if value}
+    told = ", ".join(f"{link} {value / 1e9:.3g} GB/s" for link, value in links.items())
     compute = ", ".join(f"{model} {1000 * seconds:.1f} ms" for model, seconds in report["micro_batch_s"].items())
     yield from (f"The planner was told: {told}; a micro-batch of {compute}.", "")
     yield from _table({
@@ -274,12 +268,22 @@ def _scaling(report: Report) -> Iterator[str]:
         "error": [f"{row['error']:+.0%}" for row in rows],
         "nothing overlapped": [f"{row['in_turn_s']:.3f}" for row in rows],
     })  # fmt: skip
-    yield from ("", "![Cost against the size of the model and against s, measured and predicted](pictures/scaling.png)")
+    yield ""
+    yield f"![Cost against the size of the model and against s, measured and predicted](pictures/{name}.png)"
 
 
 def _table(columns: dict[str, list[str]]) -> list[str]:
     lines = [list(columns), ["---"] * len(columns), *(list(row) for row in zip(*columns.values(), strict=True))]
     return [f"| {' | '.join(cells)} |" for cells in lines]
+
+
+OTHERS: dict[str, tuple[Callable[[Report, str], Iterator[str]], Callable[[Any, Path], None]]] = {
+    "collectives": (_collectives, draw_collectives),
+    "cpu_collectives": (_collectives, draw_collectives),
+    "scaling": (_scaling, draw_scaling),
+    "cpu_scaling": (_scaling, draw_scaling),
+}
+"""What else is measured: how it is told and drawn."""
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from benchmarks.lab.page import PAGE, PART, PICTURES, pictures, read, render
+from benchmarks.lab.page import OTHERS, PAGE, PART, PICTURES, RACES, pictures, read, render
 from benchmarks.lab.pictures import digest
 
 PAGE_TEXT = PAGE.read_text(encoding="utf-8")
@@ -18,7 +18,7 @@ def test_the_generated_parts_are_fresh() -> None:
 
 def test_every_script_has_its_part_and_something_was_measured() -> None:
     names = [name for _, name, _ in PART.findall(PAGE_TEXT)]
-    assert sorted(names) == ["collectives", "cpu_collectives", "cpu_hosts", "even", "scaling", "uneven"]
+    assert sorted(names) == sorted([*RACES, *OTHERS])
     assert REPORTS.keys() <= set(names)
     assert "uneven" in REPORTS
 

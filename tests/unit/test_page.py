@@ -52,7 +52,7 @@ def part(name: str, report: dict[str, Any] | None) -> str:
 
 
 def test_what_has_no_file_was_not_measured_yet() -> None:
-    assert "\nNot measured yet: `benchmarks/even.py`.\n" in part("even", None)
+    assert "\nNot measured yet: there is no `benchmarks/results/even.json`.\n" in part("even", None)
 
 
 def test_a_race_is_told_with_its_setup_rows_and_picture() -> None:
