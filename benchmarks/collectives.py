@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.lab import namespaces
 from benchmarks.lab.cluster import Cluster
 from benchmarks.lab.moves import ALGORITHMS, OPERATIONS
-from benchmarks.lab.report import RESULTS, result, save
+from benchmarks.lab.report import result, save
 
 MIB = 2**20
 WARMUP, MEASURED = 2, 5
@@ -82,10 +82,10 @@ def main() -> None:
     parser.add_argument("--mbit", type=int, help="hosts are network namespaces with links of this rate, without GPUs")
     parser.add_argument("--only", nargs="+", default=list(OPERATIONS), choices=OPERATIONS, metavar="OPERATION")
     parser.add_argument("--sizes", type=int, nargs="+", default=[2**k for k in range(11)], metavar="MIB")
-    parser.add_argument("--out", type=Path, help="results/collectives.json, or cpu_collectives.json with --mbit")
+    parser.add_argument("--out", type=Path, help="results/collectives.json, or without GPUs collectives-trial.json")
     arguments = parser.parse_args()
     mbit, gpus = arguments.mbit, arguments.gpus
-    out = arguments.out or (RESULTS / "cpu_collectives.json" if mbit else result("collectives", gpus))
+    out = arguments.out or result("collectives", 0 if mbit else gpus)
     report: dict[str, Any] = {"setups": []}
     for hosts in arguments.hosts:
         place = namespaces.cluster(hosts, mbit) if mbit else Cluster(hosts, per_host=2, gpus=gpus)

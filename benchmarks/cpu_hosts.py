@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.lab import namespaces
 from benchmarks.lab.models import MODELS
-from benchmarks.lab.report import publish
+from benchmarks.lab.report import publish, result
 from benchmarks.lab.schedule import Race
 
 NAMES = ["floor", "legs", "paro_nig", "paro_iig", "paro_igg", "paro_ggg", "ddp", "ddp_zero"]
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=NAMES, choices=NAMES, metavar="NAME")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--limit", type=float, default=1200, help="seconds for each number of hosts")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu_hosts.json"))
+    parser.add_argument("--out", type=Path, default=result("cpu_hosts", gpus=0))
     arguments = parser.parse_args()
     races = []
     for count in arguments.hosts:

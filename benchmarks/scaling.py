@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.lab import namespaces
 from benchmarks.lab.cluster import Cluster
 from benchmarks.lab.models import MODELS, block_numel, build, stack_of
-from benchmarks.lab.report import RESULTS, result, save
+from benchmarks.lab.report import result, save
 from benchmarks.lab.schedule import Job, Race, Record
 from lightning_paro.planner import Cost, Network, StateBytes, Workload, cost
 from lightning_paro.topology import Partition, Topology
@@ -108,12 +108,12 @@ def main() -> None:
     parser.add_argument("--base", choices=MODELS, help="the model whose s is varied; the second one")
     parser.add_argument("--accumulate", nargs="+", type=int, default=COUNTS)
     parser.add_argument("--limit", type=float, default=3600, help="seconds; what does not fit is left out and named")
-    parser.add_argument("--out", type=Path, help="results/scaling.json, or cpu_scaling.json with --mbit")
+    parser.add_argument("--out", type=Path, help="results/scaling.json, or without GPUs scaling-trial.json")
     arguments = parser.parse_args()
     mbit, gpus = arguments.mbit, arguments.gpus
     models = arguments.models or (CPU_SIZES if mbit else SIZES)
     base = arguments.base or models[min(1, len(models) - 1)]
-    out = arguments.out or (RESULTS / "cpu_scaling.json" if mbit else result("scaling", gpus))
+    out = arguments.out or result("scaling", 0 if mbit else gpus)
     hosts = arguments.hosts
     with namespaces.cluster(hosts, mbit) if mbit else Cluster(hosts, per_host=2, gpus=gpus) as cluster:
         race = Race(cluster, arguments.limit, out.with_suffix(".jsonl"))

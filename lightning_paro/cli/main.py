@@ -15,6 +15,10 @@ from lightning_paro.cli.probe import probe
 
 __all__ = ["main"]
 
+ABOUT = (
+    "Lightning's subcommands, with the paro strategies known, and two of our own: plan, which computes the partition "
+    "to take, and probe, which measures the network. See lightning-paro plan --help and lightning-paro probe --help."
+)
 VERBS: dict[str, Callable[..., None]] = {"plan": plan, "probe": probe}
 
 
@@ -27,7 +31,7 @@ def main() -> None:
         sys.path.insert(0, os.getcwd())
     verb = VERBS.get(sys.argv[1]) if len(sys.argv) > 1 else None
     if verb is None:
-        LightningCLI(subclass_mode_model=True, subclass_mode_data=True)
+        LightningCLI(subclass_mode_model=True, subclass_mode_data=True, parser_kwargs={"description": ABOUT})
     else:
         try:
             auto_cli(verb, args=sys.argv[2:], as_positional=False, prog=f"lightning-paro {sys.argv[1]}")

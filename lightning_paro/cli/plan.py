@@ -74,6 +74,10 @@ def plan(
         csv: Write the rows to this file.
         plot: Draw memory against time into this file.
     """
+    numbers = {"inter": (inter, "Gbit/s"), "intra": (intra, "Gbit/s"), "column": (column, "Gbit/s")}
+    for name, (value, unit) in (numbers | {"memory": (memory, "GB of 10^9 bytes")}).items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name}={value:g} is not understood: expected {unit}, above 0.")
     counted, trained, rest, largest = _count(params, hf, model)
     workload = Workload(
         counted,

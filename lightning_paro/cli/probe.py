@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -36,6 +37,9 @@ def probe(
         accelerator: As the Trainer's.
         json: Write the measurements to this file.
     """
+    launched = os.environ.get("LOCAL_WORLD_SIZE")  # by torchrun
+    if launched is not None and devices == "auto":
+        devices, nodes = int(launched), int(os.environ["WORLD_SIZE"]) // int(launched)
     fabric = Fabric(accelerator=accelerator, devices=devices, num_nodes=nodes, strategy="ddp")
     fabric.launch()
     size = fabric.world_size // nodes if group is None else group

@@ -25,8 +25,9 @@ __all__ = ["cached_probe"]
 def cached_probe(groups: ProcessGroups, device: torch.device | str = "cpu", fresh: bool = False) -> Probe:
     """What :func:`probe` measures, or measured before between the same hosts. Collective.
 
-    It is kept by host names, kind of device, topology and versions, in ``$XDG_CACHE_HOME/lightning_paro``, or in
-    ``~/.cache/lightning_paro``, of rank 0. A file that cannot be read is ignored, with a warning.
+    It is kept by host names, kind of device, topology, versions and the environment variables of NCCL and gloo, in
+    ``$XDG_CACHE_HOME/lightning_paro``, or in ``~/.cache/lightning_paro``, of rank 0. A file that cannot be read is
+    ignored, with a warning. That a link became faster or slower since then is not noticed: measure ``fresh``.
 
     Args:
         groups: The process groups.
@@ -49,12 +50,17 @@ def cached_probe(groups: ProcessGroups, device: torch.device | str = "cpu", fres
 
 def _key(groups: ProcessGroups, device: torch.device) -> dict[str, Any]:
     """What a measurement depends on. Collective."""
-    hosts: list[Any] = [None] * groups.topology.world_size
+    everyone: list[Any] = [None] * groups.topology.world_size
     here = os.environ.get("NCCL_HOSTID") or socket.gethostname()  # who shares a host, for NCCL
-    dist.all_gather_object(hosts, here, group=groups.control)
+    ways = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "GLOO_"))}
+    for name in ("NCCL_HOSTID", "NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
+        ways.pop(name, None)
+    dist.all_gather_object(everyone, (here, sorted(ways.items())), group=groups.control)
+    hosts, settings = zip(*everyone, strict=True)
     on_gpu = device.type == "cuda"
     return {
-        "hosts": hosts,
+        "hosts": list(hosts),
+        "settings": [[list(setting) for setting in rank] for rank in settings],
         "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
         "group_size": groups.topology.group_size,
         "groups": [list(group) for group in groups.topology.groups],

@@ -40,14 +40,15 @@ class StateBytes:
         """The bytes of a ``Trainer(precision=...)`` and of ParoStrategy's arguments of the same names.
 
         Raises:
-            ValueError: If the precision or a dtype is not known.
+            ValueError: If the precision is not known, or a dtype does not fit it.
         """
         if precision not in _PRECISIONS:
             raise ValueError(f"precision={precision!r} is not known: expected one of {', '.join(_PRECISIONS)}.")
         w, q, o, intra, inter, copied = _PRECISIONS[precision]
-        q = q if grad_dtype is None else _size("grad_dtype", grad_dtype)
+        if grad_dtype is not None:
+            q = _SIZES[fitting_dtype("grad_dtype", grad_dtype, precision)]
         if reduce_dtype is not None:
-            intra = inter = _size("reduce_dtype", reduce_dtype)
+            intra = inter = _SIZES[fitting_dtype("reduce_dtype", reduce_dtype, precision)]
         return cls(w, q, o, intra, inter, copied)
 
 
@@ -58,13 +59,24 @@ _PRECISIONS = {
     "32-true": (4, 4, 8, 4, 4, 0),
     "64-true": (8, 8, 16, 8, 8, 0),
 }
+_FITTING = {"32-true": ("float32",), "64-true": ("float64",), "16-mixed": ("float32",)}
 _SIZES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
-def _size(argument: str, dtype: str) -> int:
-    if dtype not in _SIZES:
-        raise ValueError(f"{argument}={dtype!r} is not known: expected one of {', '.join(_SIZES)}.")
-    return _SIZES[dtype]
+def fitting_dtype(argument: str, value: object, precision: str) -> str:
+    """The name of a dtype in which gradients can be accumulated, or travel, in a precision.
+
+    Raises:
+        ValueError: If they cannot.
+    """
+    name = str(value).removeprefix("torch.")
+    fitting = _FITTING.get(precision, ("float32", "bfloat16"))
+    if name not in fitting:
+        raise ValueError(
+            f"{argument}={name!r} does not fit precision {precision!r}: expected {' or '.join(map(repr, fitting))}. "
+            f"HINT: leave {argument} out to get the default of the precision table."
+        )
+    return name
 
 
 @dataclass(frozen=True)

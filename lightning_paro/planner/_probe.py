@@ -23,6 +23,8 @@ LINKS: tuple[Links, ...] = ("inside", "between, one column", "between, all colum
 MIB = 2**20
 SIZES = (1 * MIB, 8 * MIB, 64 * MIB)
 WARMUP, REPEATS = 2, 5
+LONGEST_S = 1.0
+"""What probably takes longer than this is not measured: over such links a smaller size says as much."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,9 @@ class Probe:
 
     def bandwidth(self, links: Links) -> float:
         """Bytes per second of the largest size, the slower of both operations; infinite if there are no such links."""
-        largest = max((sample.nbytes for sample in self.samples if sample.links == links), default=0)
-        return min(
-            (sample.bandwidth for sample in self.samples if sample.links == links and sample.nbytes == largest),
-            default=float("inf"),
-        )
+        mine = sorted((s for s in self.samples if s.links == links), key=lambda sample: sample.nbytes)
+        largest = {sample.operation: sample.bandwidth for sample in mine}
+        return min(largest.values(), default=float("inf"))
 
     def network(self) -> Network:
         """The measured network, for :func:`make_plan`."""
@@ -83,7 +83,7 @@ def probe(
     Args:
         groups: The process groups.
         device: Where tensors live.
-        sizes: Bytes of the whole tensors; the largest decides.
+        sizes: Bytes of the whole tensors, ascending. The largest decides; those that would take seconds are left out.
         show_progress: Whether rank 0 shows a progress bar.
     """
     topology = groups.topology
@@ -96,11 +96,14 @@ def probe(
         if (topology.group_size if links == "inside" else topology.num_groups) > 1
         and not (links == "between, all columns" and topology.group_size == 1)
     ]
-    samples = []
+    samples: list[Sample] = []
     bar = track(cases, "measuring the network", disable=not show_progress or groups.rank > 0, transient=True)
     for links, operation, size in bar:
         ranks = topology.group_size if links == "inside" else topology.num_groups
         numel = -(-size // (4 * topology.world_size)) * topology.world_size
+        before = [s for s in samples if (s.links, s.operation) == (links, operation)]
+        if before and before[-1].seconds * 4 * numel / before[-1].nbytes > LONGEST_S:  # the same on all ranks
+            continue
         run = _operation(ladder, links, operation, numel, torch.device(device))
         seconds = [slowest(groups, torch.device(device), run) for _ in range(WARMUP + REPEATS)][WARMUP:]
         median = statistics.median(seconds)

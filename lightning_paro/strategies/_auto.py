@@ -20,6 +20,7 @@ from lightning_paro.collectives import ProcessGroups
 from lightning_paro.planner import (
     MARGIN,
     FreeMemory,
+    Network,
     Plan,
     StateBytes,
     Workload,
@@ -138,6 +139,8 @@ class AutoPartition:
             known = _Decision(str(self.plan.recommended.partition), topology.world_size, topology.group_size, training)
         elif (known.world_size, known.group_size) != (topology.world_size, topology.group_size):
             rank_zero_warn(_elsewhere(known, topology))
+        else:
+            rank_zero_info(f"paro_{known.partition} was decided before and is kept. reprobe=True decides anew.")
         self._decision, self._module = known, weakref.ref(module)
         return Partition.parse(known.partition)
 
@@ -229,8 +232,15 @@ def _why(plan: Plan) -> str:
     return (
         f"Of {len(plan.rows)} partitions {len(fitting)} fit in the {plan.memory / 1e9:.4g} GB of the smallest rank. "
         f"paro_{best.partition} is the fastest of these{among}: {best.cost.step_s:.3g} s a step. "
-        f"A micro-batch computes for {workload.compute:.3g} s with {workload.activations / 1e9:.3g} GB of activations."
+        f"A micro-batch computes for {workload.compute:.3g} s with {workload.activations / 1e9:.3g} GB of activations. "
+        f"{_links(plan.network)}"
     )
+
+
+def _links(network: Network) -> str:
+    bandwidths = {"inside a group": network.intra, "between groups": network.inter, "all columns": network.column}
+    told = [f"{where} {8e-9 * value:.3g}" for where, value in bandwidths.items() if value and value != float("inf")]
+    return f"Gbit/s: {', '.join(told)}, as once measured; reprobe=True measures again." if told else ""
 
 
 def _nothing_fits(plan: Plan) -> ValueError:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from lightning_paro.planner._cost import fitting_dtype
 from lightning_paro.sharding import PrecisionPolicy
 
 if TYPE_CHECKING:
@@ -144,22 +145,8 @@ def policy_for(plugin: Precision, grad_dtype: Any = None, reduce_dtype: Any = No
     return PrecisionPolicy(compute, compute is not None, accumulator, wire, inter)
 
 
-_FITTING: dict[str, tuple[str, ...]] = {
-    "32-true": ("float32",),
-    "64-true": ("float64",),
-    "16-mixed": ("float32",),
-}
-
-
 def _dtype(argument: str, value: Any, precision: str) -> torch.dtype | None:
     if value is None:
         return None
-    name = str(value).removeprefix("torch.")
-    fitting = _FITTING.get(precision, ("float32", "bfloat16"))
-    if name not in fitting:
-        raise ValueError(
-            f"{argument}={name!r} does not fit precision {precision!r}: expected {' or '.join(map(repr, fitting))}. "
-            f"HINT: leave {argument} out to get the default of the precision table."
-        )
-    dtype: torch.dtype = getattr(torch, name)
+    dtype: torch.dtype = getattr(torch, fitting_dtype(argument, value, precision))
     return dtype

@@ -63,6 +63,13 @@ def test_it_is_measured_once_for_each_topology(pool: Pool, tmp_path: Path) -> No
     assert _all(pool, str(tmp_path), environment={"NCCL_HOSTID": "elsewhere"}) == (posed, 0, [])
 
 
+def test_another_way_through_the_network_is_measured_anew(pool: Pool, tmp_path: Path) -> None:
+    first, _, _ = _all(pool, str(tmp_path))
+    assert _all(pool, str(tmp_path), environment={"NCCL_DEBUG": "INFO"}) == (first, 0, [])
+    for setting in ({"NCCL_IB_DISABLE": "1"}, {"GLOO_SOCKET_IFNAME": "eth7"}):
+        assert _all(pool, str(tmp_path), environment=setting)[1] == 1
+
+
 def test_fresh_measures_again_and_is_kept(pool: Pool, tmp_path: Path) -> None:
     first, _, _ = _all(pool, str(tmp_path))
     second, calls, _ = _all(pool, str(tmp_path), fresh=True)

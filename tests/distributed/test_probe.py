@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
 from lightning_paro.collectives import ProcessGroups
 from lightning_paro.planner import Probe, Sample, Workload, make_plan, probe
+from lightning_paro.planner import _probe as module
 from lightning_paro.topology import Topology
 from tests.distributed.pool import WORLD_SIZE, Pool
 
@@ -41,6 +44,28 @@ def test_it_measures_the_links_there_are(pool: Pool, group_size: int, links: set
     assert plan.recommended is not None
     assert (network.intra == float("inf")) == (group_size == 1)
     assert (network.inter == float("inf")) == (group_size == 4)
+
+
+def _probe_patiently(longest_s: float) -> Probe:
+    with mock.patch.object(module, "LONGEST_S", longest_s):
+        return _probe(2)
+
+
+def test_what_would_take_seconds_is_left_out_on_all_ranks(pool: Pool) -> None:
+    results = pool.run(_probe_patiently, 0.0)
+    assert all(result == results[0] for result in results)
+    assert len(results[0].samples) == 6
+    assert len({sample.nbytes for sample in results[0].samples}) == 1
+    assert all(bandwidth < float("inf") for bandwidth in (results[0].network().inter, results[0].network().intra))
+
+
+def test_each_operation_counts_with_the_largest_size_it_was_measured_with() -> None:
+    samples = (
+        Sample("inside", "gather", 10, 1.0, 1e9),
+        Sample("inside", "gather", 20, 1.0, 8e9),
+        Sample("inside", "reduce", 10, 1.0, 4e9),
+    )
+    assert Probe(Topology(4, 2), "cpu", samples).bandwidth("inside") == 4e9
 
 
 def test_the_slower_operation_of_the_largest_size_counts_and_columns_share() -> None:

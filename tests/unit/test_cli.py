@@ -121,7 +121,7 @@ def printed_by_main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 
 def test_the_help_lists_the_subcommands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     printed = printed_by_main(monkeypatch, capsys, "--help")
-    assert all(verb in printed for verb in ("fit", "validate", "test", "predict"))
+    assert all(verb in printed for verb in ("fit", "validate", "test", "predict", "plan", "probe"))
 
 
 def test_the_printed_configuration_is_a_configuration(

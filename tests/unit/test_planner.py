@@ -254,7 +254,11 @@ def test_scaling_keeps_group_and_work() -> None:
         (lambda: Workload(10, compute=-1), "compute cannot be negative"),
         (lambda: make_plan(SEVEN_B, PAPER, -1), "memory of a rank must be positive"),
         (lambda: StateBytes.of("8-bit"), "precision='8-bit' is not known"),
-        (lambda: StateBytes.of("32-true", grad_dtype="int8"), "grad_dtype='int8' is not known"),
+        (lambda: StateBytes.of("32-true", grad_dtype="int8"), "grad_dtype='int8' does not fit precision '32-true'"),
+        (
+            lambda: StateBytes.of("64-true", reduce_dtype="bfloat16"),
+            "does not fit precision '64-true': expected 'float64'",
+        ),
     ],
 )
 def test_numbers_that_make_no_sense(make, message: str) -> None:
