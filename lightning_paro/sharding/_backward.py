@@ -93,6 +93,8 @@ class Backward:
         Raises:
             RuntimeError: If this is no backward that was begun, or if the flat has been reduced already.
         """
+        if flat.shown.parameters[index].grad is None:  # frozen since the forward, or a hook of the user's dropped it
+            return
         if self.is_running and flat.is_whole and not self._is_taken(flat):
             flat.arrive(index)
             if flat.pending == 0 and flat.partition.p is Granularity.N:

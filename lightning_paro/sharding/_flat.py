@@ -166,12 +166,21 @@ class Flat(FlatValues):
     def hide(self) -> None:
         """Before a backward: take the shown gradients off the parameters. One the user removed is cleared for good."""
         shown = self.used | self.open
+        self.drop_removed()
         with _not_asked():
-            removed = [index for index in shown if self.shown.parameters[index].grad is None]
-            if removed:
-                self.clear(removed)
             for index in shown:
                 self.shown.parameters[index].grad = None
+
+    def drop_removed(self) -> None:
+        """Clear gradients that the user has taken off the parameters since the backward."""
+        removed = [index for index in self.used | self.open if self.is_removed(index)]
+        if removed:
+            self.clear(removed)
+
+    def is_removed(self, index: int) -> bool:
+        """Whether a parameter shows no gradient any more, where it was shown one."""
+        with _not_asked():
+            return index in self.used | self.open and self.shown.parameters[index].grad is None
 
     def clear(self, indices: Iterable[int]) -> None:
         """Forget the gradient of some slots, at g and at os."""

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 __all__ = ["gradient_ghost", "is_gradient_ghost", "nan_ghost", "pending_class", "released_class"]
 
 _PROPERTIES = (
-    "device dtype grad grad_fn is_cpu is_cuda is_leaf is_meta is_mps is_nested is_quantized is_sparse is_sparse_csr "
-    "is_xpu itemsize layout names nbytes ndim output_nr requires_grad retains_grad shape _version _backward_hooks "
-    "_post_accumulate_grad_hooks"
+    "device dtype grad grad_fn is_cpu is_cuda is_ipu is_leaf is_maia is_meta is_mkldnn is_mps is_mtia is_nested "
+    "is_quantized is_sparse is_sparse_csr is_vulkan is_xla is_xpu itemsize layout names nbytes ndim output_nr "
+    "requires_grad retains_grad shape _base _version _backward_hooks _post_accumulate_grad_hooks"
 )
 _METHODS = (
-    "__hash__ __len__ dim element_size get_device is_complex is_contiguous is_floating_point nelement numel "
-    "register_hook register_post_accumulate_grad_hook requires_grad_ size stride"
+    "__hash__ __len__ _is_view dim element_size get_device is_complex is_conj is_contiguous is_floating_point "
+    "is_inference is_neg nelement numel register_hook register_post_accumulate_grad_hook requires_grad_ size "
+    "storage_offset stride"
 )
 
 
@@ -181,8 +182,8 @@ class _GradientGhost(Tensor):
         return format(repr(self), spec)
 
 
-# What `zero_grad` of torch and Lightning does before it drops a gradient or makes it zero.
-_GRADIENT_ALLOWED = frozenset({Tensor.detach_, Tensor.requires_grad_})
+# What `zero_grad` of torch and Lightning does before it drops a gradient or makes it zero; what a compiler looks at.
+_GRADIENT_ALLOWED = frozenset({Tensor.detach_, Tensor.requires_grad_, Tensor.untyped_storage})
 
 
 def gradient_ghost(parameter: Tensor, name: str, zero: Callable[[], None]) -> Tensor:

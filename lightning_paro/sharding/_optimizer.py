@@ -53,7 +53,12 @@ class OptimizerShards:
 
     def gradients(self) -> list[Tensor]:
         """The gradients that those have."""
-        return [entry.grad for entry in self.entries() if entry.grad is not None]
+        found = []
+        for flat, index in self.members():
+            entry = flat.entry(index)
+            if entry is not None and entry.grad is not None and not flat.is_removed(index):
+                found.append(entry.grad)
+        return found
 
     def members(self) -> Iterator[Member]:
         """All slots of the optimizer, the same on all ranks."""
@@ -98,6 +103,8 @@ class OptimizerShards:
             flat.settle()
             flat.take_over()
         moving = {id(flat): flat for flat in self.flats() if flat.used}  # the same on all ranks
+        for flat in self.flats():
+            flat.drop_removed()
         if engine.nonfinite != "propagate":
             gradients = [gradient for gradient in self.gradients() if gradient.numel()]
             largest = torch._foreach_norm(gradients, float("inf")) if gradients else ()

@@ -150,10 +150,11 @@ class Unit:
         tensors = list(_tensors(output))
         inputs, self._inputs = self._inputs, []
         if torch.is_grad_enabled():
-            handed_on = {id(tensor) for tensor, version in inputs if tensor._version == version}  # another's output
+            unchanged = [tensor for tensor, version in inputs if tensor._version == version]
+            handed_on = {id(tensor) for tensor in _with_bases(unchanged)}  # another's output
             reach = _weakly(self._reach)
-            for tensor in tensors:
-                if tensor.requires_grad and id(tensor) not in handed_on:
+            for tensor in _with_bases(tensors):
+                if tensor.grad_fn is not None and id(tensor) not in handed_on:
                     tensor.register_hook(reach)
             for tensor in self._left_on_modules():
                 tensor.register_hook(reach)
@@ -223,6 +224,14 @@ class _Attributes:
             value = attributes.get(name)
             if isinstance(value, Tensor):
                 yield value
+
+
+def _with_bases(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """And what views are of: a write to a view in place takes the hooks of the view out of the graph."""
+    for tensor in tensors:
+        yield tensor
+        if tensor._is_view() and tensor._base is not None:
+            yield tensor._base
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[Any], None]:

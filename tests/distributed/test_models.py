@@ -174,7 +174,25 @@ def _compiled_after_sharding(loop: Alone) -> nn.Module:
     return _train_compiled(loop, before=False)
 
 
-@pytest.mark.parametrize("scenario", [_compiled_before_sharding, _compiled_after_sharding])
+def _compiled_anew(loop: Alone) -> nn.Module:
+    """Gradients are cleared after the forward, as Lightning does, so a compiler sees those of the step before."""
+    torch._dynamo.reset()
+    model = loop.shard(Stack(Block(), Block()).double())
+    if isinstance(loop, Sharded):
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    optimizer = loop.attach(adamw(model))
+    for step, rows in enumerate((3, 3, 2)):
+        with loop.step():
+            mean = loop.mean(lambda rank, s=step, n=rows: model(share(s, rank)[:n]).square().mean())
+        optimizer.zero_grad()
+        loop.backward(mean)
+        optimizer.step()
+    torch._dynamo.reset()
+    return model
+
+
+@pytest.mark.parametrize("scenario", [_compiled_before_sharding, _compiled_after_sharding, _compiled_anew])
 def test_compiled_blocks_equal_one_process(pool: Pool, few: tuple[str, ...], scenario: Any) -> None:
     assert_as_alone(pool, scenario, few)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -309,3 +311,67 @@ def _paths_by_group(loop: Alone) -> nn.Module:
 @pytest.mark.parametrize("scenario", [_paths_by_rank, _paths_by_group])
 def test_ranks_that_run_other_units_say_which_and_train_on(pool: Pool, scenario: object) -> None:
     assert_as_alone(pool, scenario, ("ini", "iig", "igg"))  # type: ignore[arg-type]
+
+
+class Viewed(nn.Module):
+    """Frozen blocks whose outputs are views, which the caller changes in place: their values are needed in backward."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6, dtype=torch.float64).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).view(-1, 6)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 6, dtype=torch.float64)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+            x.mul_(2)
+        return x
+
+
+def _views_changed_in_place(loop: Alone) -> nn.Module:
+    model = loop.shard(Viewed())
+    optimizer = loop.attach(adamw(model.first))
+    for step in range(2):
+        optimizer.zero_grad()
+        with loop.step():
+            loss = loop.mean(lambda rank, s=step: model(share(s, rank)).square().mean())
+        loop.backward(loss)
+        optimizer.step()
+    return model
+
+
+def _gradients_taken_off(loop: Alone) -> nn.Module:
+    """As DINO does with those of the last layer in its first epoch."""
+    torch.manual_seed(0)
+    model = Stack(Block(8), Block(8), Block(8)).double()
+    taken = list(model.parameters())[::2]
+    loop.shard(model)
+    optimizer = loop.attach(adamw(model))
+    for step in range(3):
+        optimizer.zero_grad()
+        with loop.step():
+            loss = loop.mean(lambda rank, s=step: model(share(s, rank)).square().mean())
+        loop.backward(loss)
+        if step < 2:
+            for parameter in taken:
+                parameter.grad = None
+        loop.clip(optimizer, 0.1)
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("scenario", [_views_changed_in_place, _gradients_taken_off])
+def test_values_are_there_and_gradients_are_not_as_in_one_process(
+    pool: Pool, few: tuple[str, ...], scenario: Any
+) -> None:
+    assert_as_alone(pool, scenario, few)
