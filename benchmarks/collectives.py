@@ -22,7 +22,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.lab import namespaces
-from benchmarks.lab.cluster import Cluster
+from benchmarks.lab.cluster import Cluster, described
 from benchmarks.lab.moves import ALGORITHMS, OPERATIONS
 from benchmarks.lab.report import result, save
 
@@ -34,10 +34,7 @@ def race(place: AbstractContextManager[Cluster], operations: list[str], sizes: l
     """Every operation at every size on one cluster."""
     rows = []
     with place as cluster:
-        setup = cluster.call("benchmarks.lab.rank:describe")[0] | {
-            "hosts": cluster.hosts, "ranks_per_host": cluster.per_host, "gpus": cluster.gpus,
-            "network": cluster.network,
-        }  # fmt: skip
+        setup = described(cluster)
         tried = sorted(sizes)[-3:]  # chunks matter where there are many
         chunks = cluster.call("benchmarks.lab.moves:tuned", nbytes=tried)[0]
         setup["chunk_bytes"] = {name: dict(zip(map(str, tried), best, strict=True)) for name, best in chunks.items()}

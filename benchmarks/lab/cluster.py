@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "Cluster", "RankFailed", "gpus_of_host"]
+__all__ = ["ROOT", "Cluster", "RankFailed", "described", "gpus_of_host"]
 
 ROOT = Path(__file__).parents[2]
 START_S = 240.0
@@ -182,6 +182,13 @@ class Cluster:
             with contextlib.suppress(OSError):
                 process.stdin.close()
         self._processes.clear()
+
+
+def described(cluster: Cluster) -> dict[str, Any]:
+    """What the ranks run on, and what lies between them, as it stands in every JSON."""
+    return cluster.call("benchmarks.lab.rank:describe")[0] | {
+        "hosts": cluster.hosts, "ranks_per_host": cluster.per_host, "gpus": cluster.gpus, "network": cluster.network,
+    }  # fmt: skip
 
 
 def _listen(rank: int, process: subprocess.Popen[str], replies: queue.Queue[tuple[int, str]]) -> None:

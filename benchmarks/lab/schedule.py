@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab.cluster import Cluster, RankFailed
+from benchmarks.lab.cluster import Cluster, RankFailed, described
 from benchmarks.lab.contestants import CONTESTANTS, missing
 
 __all__ = ["Job", "Race", "Record", "repeats", "scouting"]
@@ -130,10 +130,7 @@ class Race:
 
     def begin(self) -> None:
         """Start the ranks, and write down what they run on."""
-        self.setup = self.cluster.call("benchmarks.lab.rank:describe")[0] | {
-            "hosts": self.cluster.hosts, "ranks_per_host": self.cluster.per_host, "gpus": self.cluster.gpus,
-            "network": self.cluster.network,
-        }  # fmt: skip
+        self.setup = described(self.cluster)
         self.path.write_text(json.dumps({"setup": self.setup}) + "\n")
 
     def run(self, names: list[str], models: list[str], accumulates: list[int], repeat: int) -> list[Record]:

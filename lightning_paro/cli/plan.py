@@ -74,9 +74,9 @@ def plan(
         csv: Write the rows to this file.
         plot: Draw memory against time into this file.
     """
-    numbers = {"inter": (inter, "Gbit/s"), "intra": (intra, "Gbit/s"), "column": (column, "Gbit/s")}
-    for name, (value, unit) in (numbers | {"memory": (memory, "GB of 10^9 bytes")}).items():
+    for name, value in (("inter", inter), ("intra", intra), ("column", column), ("memory", memory)):
         if value is not None and not value > 0:
+            unit = "GB of 10^9 bytes" if name == "memory" else "Gbit/s"
             raise ValueError(f"{name}={value:g} is not understood: expected {unit}, above 0.")
     counted, trained, rest, largest = _count(params, hf, model)
     workload = Workload(
@@ -131,8 +131,8 @@ def _links(inter: float | None, intra: float | None, ranks: int, group: int) -> 
                 f"{ranks} ranks in groups of {group} need the bandwidth {name}, which is not given. HINT: Gbit/s, as "
                 f"`lightning-paro probe` measures it, for example --{name} {80 if name == 'inter' else 2000}."
             )
-    known = [bandwidth for bandwidth in (inter, intra, 1.0) if bandwidth is not None]
-    return known[0] if inter is None else inter, known[0] if intra is None else intra
+    known = inter or intra or 1.0
+    return inter or known, intra or known
 
 
 def _count(

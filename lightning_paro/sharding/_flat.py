@@ -173,14 +173,14 @@ class Flat(FlatValues):
 
     def drop_removed(self) -> None:
         """Clear gradients that the user has taken off the parameters since the backward."""
-        removed = [index for index in self.used | self.open if self.is_removed(index)]
+        removed = self.removed()
         if removed:
             self.clear(removed)
 
-    def is_removed(self, index: int) -> bool:
-        """Whether a parameter shows no gradient any more, where it was shown one."""
+    def removed(self) -> list[int]:
+        """Slots whose parameters show no gradient any more, where they were shown one."""
         with _not_asked():
-            return index in self.used | self.open and self.shown.parameters[index].grad is None
+            return [index for index in self.used | self.open if self.shown.parameters[index].grad is None]
 
     def clear(self, indices: Iterable[int]) -> None:
         """Forget the gradient of some slots, at g and at os."""

@@ -53,12 +53,9 @@ class OptimizerShards:
 
     def gradients(self) -> list[Tensor]:
         """The gradients that those have."""
-        found = []
-        for flat, index in self.members():
-            entry = flat.entry(index)
-            if entry is not None and entry.grad is not None and not flat.is_removed(index):
-                found.append(entry.grad)
-        return found
+        removed = {(flat, index) for flat in self.flats() for index in flat.removed()}
+        kept = (flat.entry(index) for flat, index in self.members() if (flat, index) not in removed)
+        return [entry.grad for entry in kept if entry is not None and entry.grad is not None]
 
     def members(self) -> Iterator[Member]:
         """All slots of the optimizer, the same on all ranks."""

@@ -215,12 +215,6 @@ def adamw(model: nn.Module, lr: float = 1e-2) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1, eps=1e-6)
 
 
-__all__ = [
-    "ALL", "FEW", "P_WHOLE", "SOME", "Alone", "Block", "PrecisionPolicy", "Sharded", "Stack", "adamw",
-    "assert_as_alone", "failing", "share", "train",
-]  # fmt: skip
-
-
 def accumulate(loop: Alone, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, micro_batches: int) -> None:
     """Steps on the mean of the squared outputs, with gradients of several micro-batches."""
     for step in range(steps):
@@ -230,3 +224,9 @@ def accumulate(loop: Alone, model: nn.Module, optimizer: torch.optim.Optimizer, 
                 loss = loop.mean(lambda rank, s=step, m=micro: model(share(s, rank, m)).square().mean())
             loop.backward(loss, sync=micro == micro_batches - 1)
         optimizer.step()
+
+
+__all__ = [
+    "ALL", "FEW", "P_WHOLE", "SOME", "Alone", "Block", "PrecisionPolicy", "Sharded", "Stack", "accumulate", "adamw",
+    "assert_as_alone", "failing", "share", "train",
+]  # fmt: skip

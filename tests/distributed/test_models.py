@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_paro.sharding import _units
 from tests.distributed.comparing import Values, differences, values_of
-from tests.distributed.loops import TOLERANCE, Alone, Block, Sharded, Stack, adamw, assert_as_alone, share
+from tests.distributed.loops import TOLERANCE, Alone, Block, Sharded, Stack, accumulate, adamw, assert_as_alone, share
 from tests.distributed.pool import Pool
 
 
@@ -128,12 +128,7 @@ def _quantised(loop: Alone) -> nn.Module:
         module.fill(by=1 if loop.rank == 0 else 0)
     loop.shard(model)
     optimizer = loop.attach(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01))
-    for step in range(2):
-        optimizer.zero_grad()
-        with loop.step():
-            loss = loop.mean(lambda rank, s=step: model(share(s, rank)).square().mean())
-        loop.backward(loss)
-        optimizer.step()
+    accumulate(loop, model, optimizer, steps=2, micro_batches=1)
     return model
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.loops import P_WHOLE, Alone, Block, Sharded, Stack, adamw, assert_as_alone, share
+from tests.distributed.loops import P_WHOLE, Alone, Block, Sharded, Stack, accumulate, adamw, assert_as_alone, share
 from tests.distributed.pool import Pool
 
 
@@ -340,13 +340,7 @@ class Viewed(nn.Module):
 
 def _views_changed_in_place(loop: Alone) -> nn.Module:
     model = loop.shard(Viewed())
-    optimizer = loop.attach(adamw(model.first))
-    for step in range(2):
-        optimizer.zero_grad()
-        with loop.step():
-            loss = loop.mean(lambda rank, s=step: model(share(s, rank)).square().mean())
-        loop.backward(loss)
-        optimizer.step()
+    accumulate(loop, model, loop.attach(adamw(model.first)), steps=2, micro_batches=1)
     return model
 
 
