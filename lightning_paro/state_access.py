@@ -126,11 +126,13 @@ class _Replicated:
     @contextmanager
     def full_parameters(self, module: nn.Module, writeback: bool = False) -> Iterator[None]:
         before = None if writeback else [p.detach().clone() for p in module.parameters()]
-        yield
-        for index, parameter in enumerate(module.parameters()):
-            if before is not None:
-                parameter.data.copy_(before[index])
-            elif self._world_size > 1:
+        try:
+            yield
+        finally:
+            for value, parameter in zip(before or (), module.parameters(), strict=False):
+                parameter.data.copy_(value)
+        if writeback and self._world_size > 1:
+            for parameter in module.parameters():
                 torch.distributed.broadcast(parameter.data, src=0)
 
     def set_trainable(self, what: nn.Module | Iterable[nn.Parameter], flag: bool, keep_master: bool = False) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 
 class Lion(Optimizer):
@@ -52,6 +52,16 @@ class LoggedAdamW(AdamW):
     """A subclass that changes nothing; its step runs the hooks of both classes."""
 
     def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class ClippedSGD(SGD):
+    """Bounds the norm of all gradients together, which small ones do not reach."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        torch.nn.utils.clip_grad_norm_(parameters, 100.0)
         return super().step(closure)
 
 

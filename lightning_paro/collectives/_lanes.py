@@ -41,6 +41,8 @@ class Task:
         self._pending: Any = None
         self._event: torch.cuda.Event | None = None
         self._followers: list[Task] = []
+        self.is_cut = False
+        """Whether it was cancelled before it came to its end."""
 
     @property
     def is_done(self) -> bool:
@@ -67,11 +69,14 @@ class Task:
 
     def cancel(self) -> None:
         """Issue nothing more; what has been issued is waited for, because it writes into memory."""
-        with contextlib.suppress(RuntimeError):  # whom it talked to has gone; why is told elsewhere
+        self.is_cut |= self._steps is not None
+        try:
             if self._event is not None:
                 self.wait()
             elif self._pending is not None and not isinstance(self._pending, Task):
                 self._pending.wait()
+        except RuntimeError:  # whom it talked to has gone; why is told elsewhere
+            self.is_cut = True
         self._steps, self._pending, self._keeps, self._followers = None, None, (), []
 
     def _go_on(self) -> None:

@@ -38,6 +38,7 @@ _SHAPE = (6, 4)
 _CUT = 10  # inside a row, so that neither piece is a smaller matrix
 _STEPS = 3
 _LR = 0.01  # the user's may be zero while a scheduler warms up
+_SCALES = (1.0, 1e4)  # of gradients: a bound on the norm of an update may come in late
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # of the largest move; fused kernels may know only one dtype
 
 
@@ -63,15 +64,16 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
                 f"{kind.__name__} {_MIXING[base.__name__]}, so it cannot work on flat shards of a parameter. {hint}"
             )
     failures: list[tuple[str, Exception]] = []
-    ways = list(product(_ways_to_step(kind), _TOLERANCES.items()))
-    for with_closure, (dtype, tolerance) in ways:
+    ways = list(product(_ways_to_step(kind), _TOLERANCES.items(), _SCALES))
+    for with_closure, (dtype, tolerance), scale in ways:
         what = "on a small tensor"
         try:
             with torch.random.fork_rng(devices=[]):
-                whole = _moved(optimizer, slice(None), with_closure, dtype)
-                pieces = [_moved(optimizer, cut, with_closure, dtype) for cut in (slice(_CUT), slice(_CUT, None))]
+                moved = functools.partial(_moved, optimizer, with_closure=with_closure, dtype=dtype, scale=scale)
+                whole = moved(slice(None))
+                pieces = [moved(cut) for cut in (slice(_CUT), slice(_CUT, None))]
                 what = "with empty param groups, as on a rank whose shards hold none of their parameters,"
-                _moved(optimizer, slice(0), with_closure, dtype)
+                moved(slice(0))
         except Exception as raised:
             failures.append((what, raised))
             continue
@@ -102,12 +104,14 @@ def _ways_to_step(kind: type[torch.optim.Optimizer]) -> list[bool]:
     return [True] if closure.default is closure.empty else [False, True]
 
 
-def _moved(optimizer: torch.optim.Optimizer, cut: slice, with_closure: bool, dtype: torch.dtype) -> Tensor:
+def _moved(
+    optimizer: torch.optim.Optimizer, cut: slice, *, with_closure: bool, dtype: torch.dtype, scale: float
+) -> Tensor:
     """How far a copy of ``optimizer``, made for the elements ``cut`` of a small tensor per group, moves those."""
     generator = torch.Generator().manual_seed(0)
     size = (len(optimizer.param_groups), _SHAPE[0] * _SHAPE[1])
     start = torch.randn(size, generator=generator, dtype=dtype)[:, cut]
-    gradients = torch.randn((_STEPS, *size), generator=generator, dtype=dtype)[:, :, cut]
+    gradients = scale * torch.randn((_STEPS, *size), generator=generator, dtype=dtype)[:, :, cut]
     twin = _twin(optimizer, start, cut)
     pieces = [piece for group in twin.param_groups for piece in group["params"]]
     for gradient in gradients:

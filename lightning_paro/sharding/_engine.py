@@ -147,6 +147,9 @@ class Engine:
         """
         self.is_in_step = False
         if not backward_follows:
+            for unit in self.units:
+                if unit.is_kept:
+                    unit.settle()
             self._let_rest_go()
 
     def backward_begin(self) -> None:
@@ -172,7 +175,7 @@ class Engine:
         self._in_backward = False
         self._ascent.backward_end()
         for unit in self.units:
-            unit.settle()
+            unit.settle(another_follows=self.is_in_step)
         if not self.is_in_step:
             self._let_rest_go()
 
@@ -251,7 +254,7 @@ class Engine:
             A scalar tensor on the engine's device.
         """
         chosen = self.optimizers if optimizer is None else [self.shards_of(optimizer)]
-        gradients = [gradient for shards in chosen for gradient in shards.gradients()]
+        gradients = list({id(g): g for shards in chosen for g in shards.gradients()}.values())  # two may share some
         wide = torch.float64 if any(flat.master_dtype is torch.float64 for flat in self.flats) else torch.float32
         total = torch.zeros((), dtype=wide, device=self.device)
         if gradients:

@@ -91,7 +91,7 @@ def _error(parameter: _Released | None, what: str) -> RuntimeError:
         f"{where} is released: its values are in shards on other ranks, so `{what}` cannot read or write them here. "
         "HINT: on all ranks, wrap the code in `with trainer.strategy.full_parameters(module):`; changes are kept with "
         "`writeback=True`. In a forward, make the module that uses it a unit, ParoStrategy(units={...}), or keep "
-        "parameters whole with p=N, such as paro_nig."
+        "parameters whole with p=N, such as paro_nig. After a run that failed, fit again or load a checkpoint."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_paro.sharding._elementwise import STATE_SCALARS, check_elementwise
 from lightning_paro.sharding._flat import Flat
+from lightning_paro.sharding._state_by_shard import StateByShard
 from lightning_paro.topology import Granularity
 
 if TYPE_CHECKING:
@@ -128,7 +130,7 @@ class OptimizerShards:
             if parameter.requires_grad:
                 flat.unfreeze()
             entry = flat.entry(index)
-            state = self.optimizer.state.pop(parameter, None)
+            state = dict.pop(self.optimizer.state, parameter, None)
             if entry is not None and state:
                 parts = {key: part_of_state(key, value, flat, index) for key, value in state.items()}
                 self.optimizer.state[entry] = {key: _on(entry.device, part) for key, part in parts.items()}
@@ -143,6 +145,11 @@ class OptimizerShards:
             self.groups.clear()
             for group in self.optimizer.param_groups:
                 self.take(group)
+
+    def guard_state(self) -> None:
+        """Until :meth:`detach`, let the optimizer's state know the module's parameters."""
+        if self._detach and type(self.optimizer.state) is defaultdict:  # a new one after load_state_dict
+            self.optimizer.state = StateByShard(self.optimizer.state, self._engine)
 
     def step_begin(self) -> None:
         """The optimizer's own code begins to work."""
@@ -190,6 +197,8 @@ class OptimizerShards:
         while self._detach:
             self._detach.pop()()
         self.abort()
+        if type(self.optimizer.state) is StateByShard:
+            self.optimizer.state = defaultdict(dict, self.optimizer.state)
 
     def _show_entries(self) -> None:
         if self.is_on_entries:
@@ -206,6 +215,7 @@ class OptimizerShards:
         self.is_on_entries = False
         for group, members in zip(self.optimizer.param_groups, self.groups, strict=True):
             group["params"][:] = [flat.slots[index].parameter for flat, index in members]
+        self.guard_state()
 
 
 def part_of_state(key: str, value: Any, flat: Flat, index: int) -> Any:
@@ -292,6 +302,7 @@ def swap(optimizer: torch.optim.Optimizer, engine: Engine) -> OptimizerShards:
     for name, method in methods.items():
         shards._detach.append(functools.partial(_restore, optimizer, name, vars(optimizer).get(name)))
         setattr(optimizer, name, method)
+    shards.guard_state()
     return shards
 
 

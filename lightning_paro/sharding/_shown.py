@@ -46,7 +46,6 @@ class Shown:
         for parameter, own, view in zip(self.parameters, self._own, self.views, strict=True):
             parameter.__class__ = own
             parameter.data = view  # not a Parameter made of the view: that would share its version counter
-        self.note_versions()
 
     def nothing(self) -> None:
         """Show ghosts that keep shape, dtype and identity."""

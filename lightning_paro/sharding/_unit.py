@@ -21,7 +21,7 @@ class Unit:
 
     A unit stays whole while somebody *holds* it (a step, an evaluation loop, ``full_parameters``), while its forward
     runs, and from the arrival of its outputs' gradients until backward has left it behind, see :class:`Backward`. It is
-    *kept* whole until the end of the backward if its values are needed later still: for the gradient of a gradient, or
+    *kept* whole until the end of the step if its values are needed later still: for the gradient of a gradient, or
     because an output shows them.
 
     Args:
@@ -97,12 +97,17 @@ class Unit:
         self._is_reached = False
         self.release_if_idle()
 
-    def settle(self) -> None:
-        """End of backward, or start of a step: no call is running any more, whatever was interrupted."""
+    def settle(self, another_follows: bool = False) -> None:
+        """End of backward, or start of a step: no call is running any more, whatever was interrupted.
+
+        Args:
+            another_follows: Whether another backward of the same graphs may come, for which it is kept.
+        """
         self._depth = 0
         self._inputs = []
-        self._is_reached = self.is_kept = False
-        if not self.holds:
+        self._is_reached = False
+        self.is_kept &= another_follows
+        if not (self.holds or self.is_kept):
             self._release()
 
     def close(self) -> None:

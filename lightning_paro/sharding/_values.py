@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor, nn
@@ -13,41 +13,22 @@ from lightning_paro.collectives import Ladder, Task, after
 from lightning_paro.collectives._compat import broadcast
 from lightning_paro.sharding._policy import PrecisionPolicy
 from lightning_paro.sharding._shown import Shown
+from lightning_paro.sharding._slot import Slot
 from lightning_paro.topology import Granularity, Partition
 
-__all__ = ["FlatValues", "Slot", "gather_all", "names_of"]
+__all__ = ["FlatValues", "Written", "gather_all", "names_of"]
 
 N, I, G = Granularity  # noqa: E741
 
 _ALIGNMENT = 8  # elements: every parameter of a 2-byte buffer starts at a multiple of 16 bytes
 
 
-@dataclass(frozen=True)
-class Slot:
-    """Where one parameter lies in a flat buffer, and which part of it is in this rank's optimizer shard.
+class Written(Enum):
+    """What becomes of what the module's code writes to whole values that were gathered."""
 
-    Attributes:
-        name: The parameter's first name in the root module.
-        parameter: The module's own parameter.
-        start: First element in the flat buffer.
-        numel: Number of elements.
-        shape: Shape of the whole parameter.
-        shard: Elements of this rank's optimizer shard that belong to the parameter; empty if none do.
-        offset: Which element of the flattened parameter the shard starts with.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    start: int
-    numel: int
-    shape: torch.Size
-    shard: slice
-    offset: int
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether this rank's optimizer shard holds nothing of the parameter; one without elements is on every rank."""
-        return self.numel > 0 and bool(self.shard.start == self.shard.stop)
+    COUNTS = "by each rank's slices"
+    RANK_ZERO = "as rank 0 wrote it"
+    LOST = "lost"
 
 
 class FlatValues:
@@ -96,6 +77,8 @@ class FlatValues:
 
         self.arrival: Task | None = None  # of the whole values
         self.update: Task | None = None  # of the shard's new values after a step
+        self.written = Written.COUNTS
+        self.is_mixed = False
         self.entries: list[nn.Parameter | None] = [None] * len(self.slots)
         self._load(parameters)
 
@@ -163,6 +146,7 @@ class FlatValues:
     def attach(self) -> None:
         """Let the module's parameters show the whole values."""
         self.shown.values()
+        self.shown.note_versions()
 
     @property
     def nbytes_whole(self) -> int:
@@ -196,10 +180,18 @@ class FlatValues:
             self._is_settled()
 
     def cancel_update(self) -> None:
-        """The end of a run that others may have left: do not wait for what they may never send."""
+        """The end of a run that others may have left: do not wait for what they may never send.
+
+        What is cut off leaves a mixture of old and new values at rung p. It is shown to nobody; those at rung os, which
+        :meth:`full_values` then reads, are whole.
+        """
         if self.update is not None:
             self.update.cancel()
+            self.is_mixed = self.update.is_cut
             self._is_settled()
+            if self.is_mixed and self.partition.p is N:
+                self.shown.prepare_release(self.dtype, self.device)
+                self.shown.nothing()
 
     def _is_settled(self) -> None:
         self.update = None
@@ -268,10 +260,11 @@ class FlatValues:
     def take_over(self) -> None:
         """Keep what the module's code wrote to its parameters in place, or assigned to their ``data``.
 
-        This rank's slices of it count, so it has to be done on all ranks alike.
+        This rank's slices of it count, so it has to be done on all ranks alike. Inside of a context that loses what is
+        written in it, nothing is kept.
         """
-        is_p_whole = self.partition.p is N
-        if not is_p_whole and not (self.is_whole and self.shown.is_written()):
+        is_kept = self.is_whole and self.written is not Written.LOST and self.shown.is_written()
+        if not is_kept and self.partition.p is not N:
             return
         self.settle()
         self.collect()
@@ -304,6 +297,8 @@ class FlatValues:
 
     def full_values(self) -> Tensor:
         """The whole values in the optimizer's dtype, as a new flat tensor; collective."""
+        if self.is_mixed:
+            return self._gathered(self.master, self.partition.os)
         self.take_over()
         if self.is_mastered:
             return self._gathered(self.master, self.partition.os)
@@ -334,10 +329,12 @@ class FlatValues:
 
     def take_back(self) -> None:
         """End :meth:`lend`."""
-        if self.is_whole:
-            self.attach()
-        else:
+        if not self.is_whole:
             self.shown.nothing()
+        elif self.written is Written.LOST:
+            self.shown.values()  # what was written up to now is still to be lost
+        else:
+            self.attach()
         for slot, gradient in zip(self.slots, self._put_aside, strict=True):  # the user may be in mid-accumulation
             slot.parameter.grad = gradient
         self._put_aside = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from lightning_paro.collectives._compat import broadcast
 from lightning_paro.sharding._flat import Flat
 from lightning_paro.sharding._unit import Unit
+from lightning_paro.sharding._values import Written
 from lightning_paro.topology import Granularity
 
 if TYPE_CHECKING:
@@ -24,34 +25,59 @@ def whole_on_all_ranks(engine: Engine, units: Sequence[Unit], writeback: bool) -
     """See :meth:`Engine.full_parameters`."""
     engine.meet("entering full_parameters")
     flats = [flat for unit in units for flat in unit.flats]
-    is_partitioned = engine.partition.p is not Granularity.N
+    if writeback and any(flat.written is Written.LOST for flat in flats):
+        raise RuntimeError(
+            "full_parameters(writeback=True) was entered inside full_parameters() without writeback, which loses what "
+            "is written in it. HINT: leave the outer context first, or enter it with writeback=True as well."
+        )
     with ExitStack() as stack:
         for unit in units:
             unit.hold()
             stack.callback(unit.let_go)
         for flat in flats:
             flat.settle()
-            if is_partitioned:
-                flat.take_over()  # what was written before counts
-        yield
+        with nullcontext() if engine.partition.p is Granularity.N else _written(engine, flats, writeback):
+            yield
         if engine.is_in_step and torch.is_grad_enabled():  # a backward may come back to what was computed here
             for unit in units:
                 unit.is_kept = True
         if writeback:
-            engine.discard_ahead()
-            _write_back(flats, engine.topology.world_size)
-        elif is_partitioned and engine.any_rank(any(flat.shown.is_written() for flat in flats)):
+            _write_back(engine, flats)
+
+
+@contextmanager
+def _written(engine: Engine, flats: Sequence[Flat], writeback: bool) -> Iterator[None]:
+    """Where values are gathered: what was written before the context counts, what is written in it as it says."""
+    flats = [flat for flat in flats if flat.written is not Written.LOST]  # the context around this one sees to those
+    _write_back(engine, [flat for flat in flats if flat.written is Written.RANK_ZERO])
+    outside = [flat.written for flat in flats]
+    for flat in flats:
+        flat.take_over()
+        flat.written = Written.RANK_ZERO if writeback else Written.LOST
+    try:
+        yield
+    except BaseException:  # perhaps on this rank only: no collective
+        for flat, written in zip(flats, outside, strict=True):
+            flat.written = Written.LOST
+            flat.release()
+            flat.written = written
+        raise
+    for flat, written in zip(flats, outside, strict=True):
+        flat.written = written
+    if not writeback:
+        if engine.any_rank(any(flat.shown.is_written() for flat in flats)):
             for flat in flats:
                 flat.gather(again=True)
-        if is_partitioned:
-            for flat in flats:
-                flat.attach()  # what else was written is dropped
+        for flat in flats:
+            flat.attach()  # what was assigned to their data is dropped
 
 
-def _write_back(flats: Sequence[Flat], world_size: int) -> None:
+def _write_back(engine: Engine, flats: Sequence[Flat]) -> None:
+    if flats:
+        engine.discard_ahead()
     for flat in flats:
         flat.collect()
-        if world_size > 1:
+        if engine.topology.world_size > 1:
             broadcast(flat.whole, src=0)
         flat.overwrite(flat.whole)
 

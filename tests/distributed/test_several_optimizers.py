@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.loops import Alone, Block, assert_as_alone, share
+from tests.distributed.loops import SOME, Alone, Block, Sharded, Stack, adamw, assert_as_alone, share
 from tests.distributed.pool import Pool
 
 
@@ -136,3 +136,21 @@ def _steps_after_all_backwards(loop: Alone) -> nn.Module:
 )
 def test_two_optimizers_in_turn_equal_one_process(pool: Pool, few: tuple[str, ...], scenario: Any) -> None:
     assert_as_alone(pool, scenario, few)
+
+
+def _norm_of_two(loop: Alone) -> nn.Module:
+    """Two optimizers hold the same parameters: their gradients count once."""
+    model = loop.shard(Stack().double())
+    for _ in range(2):
+        loop.attach(adamw(model))
+    with loop.step():
+        loss = loop.mean(lambda rank: model(share(0, rank)).square().mean())
+    loop.backward(loss)
+    norm = float(loop.engine.grad_norm()) if isinstance(loop, Sharded) else loop.norm(adamw(model))
+    held = nn.Module()
+    held.register_buffer("norm", torch.tensor(norm, dtype=torch.float64))
+    return held
+
+
+def test_the_norm_counts_a_parameter_of_two_optimizers_once(pool: Pool) -> None:
+    assert_as_alone(pool, _norm_of_two, SOME)

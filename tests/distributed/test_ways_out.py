@@ -68,6 +68,29 @@ class ReturningStack(Stack):
         return self.last(x)
 
 
+class HandingOn(Block):
+    """Returns its weight beside its output, as a codebook or an embedding for a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.rand(8) + 0.5)
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.gate
+
+
+class HandingOnStack(Stack):
+    def __init__(self) -> None:
+        super().__init__(*(HandingOn() for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            out, gate = block(x)
+            x = out * gate
+        return self.last(x)
+
+
 class Transformed(Stack):
     """A forward-mode derivative through every block."""
 
@@ -125,6 +148,63 @@ def _through_full_parameters(loop: Alone) -> nn.Module:
         loop.backward(mean)
         optimizer.step()
     return model
+
+
+def _two_backwards(loop: Alone, model: nn.Module, backwards: Any) -> nn.Module:
+    loop.shard(model.double())
+    optimizer = loop.attach(adamw(model))
+    for step in range(3):
+        optimizer.zero_grad()
+        with loop.step(manual=True):
+            backwards(loop, model, step)
+            optimizer.step()
+    return model
+
+
+def _one_after_the_other(loop: Alone, model: nn.Module, step: int) -> None:
+    first = loop.mean(lambda rank: model(share(step, rank, 0)).square().mean())
+    second = loop.mean(lambda rank: model(share(step, rank, 1)).mean())
+    loop.backward(first)
+    loop.backward(second)
+
+
+def _the_same_again(loop: Alone, model: nn.Module, step: int) -> None:
+    loss = loop.mean(lambda rank: model(share(step, rank)).square().mean())
+    loop.backward(loss, retain_graph=True)
+    loop.backward(loss)
+
+
+def _penalty_last(loop: Alone, model: nn.Module, step: int) -> None:
+    def penalty(rank: int) -> Tensor:
+        x = share(step, rank, 0).requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return gradient.square().sum()
+
+    first, second = loop.mean(penalty), loop.mean(lambda rank: model(share(step, rank, 1)).mean())
+    loop.backward(second)
+    loop.backward(first)
+
+
+def _two_losses_of_handed_on_weights(loop: Alone) -> nn.Module:
+    return _two_backwards(loop, HandingOnStack(), _one_after_the_other)
+
+
+def _a_graph_retained_with_handed_on_weights(loop: Alone) -> nn.Module:
+    return _two_backwards(loop, HandingOnStack(), _the_same_again)
+
+
+def _a_penalty_after_another_backward(loop: Alone) -> nn.Module:
+    return _two_backwards(loop, Stack(), _penalty_last)
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [_two_losses_of_handed_on_weights, _a_graph_retained_with_handed_on_weights, _a_penalty_after_another_backward],
+)
+def test_several_backwards_of_what_units_keep_equal_one_process(
+    pool: Pool, some: tuple[str, ...], scenario: Any
+) -> None:
+    assert_as_alone(pool, scenario, some)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 from unittest import mock
 
@@ -82,6 +83,90 @@ def test_what_is_written_without_writeback_is_gone_where_values_stay_whole(pool:
         for value in (in_step, in_evaluation, later):
             torch.testing.assert_close(value, before, rtol=0, atol=0)
         assert values.abs().max() > 0.1
+
+
+def _lost(partition: str, way: str) -> tuple[Tensor, Tensor, Tensor]:
+    """What the model computes before and after a context whose changes are lost, and what was saved in it."""
+    loop, model = Sharded(partition), _stack()
+    loop.shard(model)
+    x = share(0, 0)
+    saved = torch.empty(0)
+    with loop.step(), torch.no_grad():
+        before = model(x)
+    with contextlib.suppress(KeyError), loop.full_parameters(model):
+        _spoil(model)
+        if way == "saved":  # as an EMA callback does
+            with loop.engine.lent_to_rank_zero() as here:
+                saved = torch.cat([p.detach().reshape(-1) for p in model.parameters()]) if here else saved
+        elif way == "nested":
+            with loop.full_parameters(model.blocks):
+                _spoil(model.blocks)
+        elif way == "left":
+            raise KeyError
+    with loop.step(), torch.no_grad():
+        after = model(x)
+    loop.close()
+    return before, after, saved
+
+
+@pytest.mark.parametrize("way", ["saved", "nested", "left"])
+def test_what_is_written_without_writeback_is_lost(pool: Pool, way: str) -> None:
+    for partition in (name for name in FEW if name[0] != "n"):
+        for rank, (before, after, saved) in enumerate(pool.run(_lost, partition, way)):
+            torch.testing.assert_close(after, before, rtol=0, atol=0)
+            assert saved.numel() == 0 or saved.abs().max() > 0.1
+            assert saved.numel() > 0 or way != "saved" or rank > 0
+
+
+def _nested_writeback(partition: str) -> tuple[str, list[float]]:
+    """Writes of rank 0, a context in it that loses writes, and one with writeback where writes are lost."""
+    loop, model = Sharded(partition), nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    loop.shard(model)
+    with loop.full_parameters(model, writeback=True):
+        _fill(model, 2.0 if loop.rank == 0 else 7.0)
+        with loop.full_parameters(model[0]):
+            _fill(model[0], 3.0)
+        inside = [float(parameter.mean()) for parameter in model.parameters()]
+    message = ""
+    with loop.full_parameters(model):
+        try:
+            with loop.full_parameters(model[0], writeback=True):
+                pass
+        except RuntimeError as error:
+            message = str(error)
+    loop.close()
+    return message, inside + [float(parameter.mean()) for parameter in model.parameters()]
+
+
+def _fill(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+def test_contexts_in_each_other(pool: Pool) -> None:
+    for partition in ("iig", "ggg"):
+        for rank, (message, values) in enumerate(pool.run(_nested_writeback, partition)):
+            assert values == [2.0, 2.0 if rank == 0 else 7.0, 2.0, 2.0]
+            assert "full_parameters(writeback=True) was entered inside" in message
+
+
+def _cut_off(loop: Alone) -> nn.Module:
+    """Ranks stop right after a step, with its update under way, and what is left is sharded anew."""
+    model = loop.shard(_stack())
+    optimizer = loop.attach(adamw(model))
+    with loop.step():
+        loss = loop.mean(lambda rank: model(share(0, rank)).square().mean())
+    loop.backward(loss)
+    optimizer.step()
+    if isinstance(loop, Sharded):
+        loop.engine.abandon()
+    return model
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_step_that_was_cut_off_leaves_no_mixture(pool: Pool, size: int) -> None:
+    assert_as_alone(pool, _cut_off, ALL, group_size=size)
 
 
 def _halved(partition: str, policy: PrecisionPolicy) -> tuple[list[Tensor], list[Tensor]]:

@@ -17,6 +17,7 @@ from lightning_paro.sharding._elementwise import check_elementwise
 from tests.custom_optimizers import (
     AttributeMomentum,
     CentredAdamW,
+    ClippedSGD,
     ExtraGradient,
     GlobalStep,
     LayerScaled,
@@ -120,7 +121,9 @@ def test_an_unknown_elementwise_optimizer_passes(kind: type[Optimizer]) -> None:
     check_elementwise(kind(_parameters(), lr=1e-3))
 
 
-@pytest.mark.parametrize("kind", [CentredAdamW, LayerScaled, RowScaled, GlobalStep, NoisyStep, OnlyFloat32Mixing])
+@pytest.mark.parametrize(
+    "kind", [CentredAdamW, LayerScaled, RowScaled, GlobalStep, NoisyStep, OnlyFloat32Mixing, ClippedSGD]
+)
 def test_an_unknown_mixing_optimizer_is_refused(kind: type[Optimizer]) -> None:
     with pytest.raises(ValueError, match=rf"{kind.__name__} mixes elements .* after 3 steps.*HINT.*paro_nnn"):
         check_elementwise(kind(_parameters(), lr=1e-3))
