@@ -1,7 +1,7 @@
 """Cost against the size of the model and against the number of micro-batches, beside what the planner predicts.
 
 The planner gets what its own probe measured between the ranks, and the time of a micro-batch without any communication;
-it assumes that communication and computation overlap fully. What they cost one after the other is shown as well::
+it assumes that communication and computation overlap as far as they can. Their sum is shown as well::
 
     python benchmarks/scaling.py --hosts 2 --gpus 2
     sudo .venv/bin/python benchmarks/scaling.py --mbit 100      # no GPU: as in cpu_hosts.py

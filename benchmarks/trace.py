@@ -12,7 +12,6 @@ optimizer's. Memory reserved by the allocator has to stay where it is over a tho
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,11 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.lab.cluster import Cluster
+from benchmarks.lab.cluster import Cluster, described
 from benchmarks.lab.contestants import CONTESTANTS
 from benchmarks.lab.models import MODELS
-from benchmarks.lab.tracing import PHASES
+from benchmarks.lab.report import result, save
+from benchmarks.lab.tracing import PHASES, growth
 
 
 def show_phases(by_contestant: dict[str, dict[str, float]], title: str) -> None:
@@ -54,8 +54,8 @@ def show(found: dict[str, Any], title: str) -> None:
     for where, count in found["synchronisations"].items():
         console.print(f"the host waits for the device {count} times a step at {where}")
     if found["reserved"]:
-        growth = found["reserved"][-1] - found["reserved"][min(1, len(found["reserved"]) - 1)]
-        console.print(f"memory reserved grew by {growth} bytes; {found['left_bytes']} bytes are left after teardown")
+        grown = growth(found["reserved"])
+        console.print(f"memory reserved grew by {grown} bytes; {found['left_bytes']} bytes are left after teardown")
 
 
 def main() -> None:
@@ -69,26 +69,25 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=4, help="that travel by one launch")
     parser.add_argument("--steps", type=int, default=50, help="over which memory is watched")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="results/trace.json, or without GPUs trace-trial.json")
     arguments = parser.parse_args()
-    results: dict[str, Any] = {}
     options = {"model": arguments.model, "accumulate": arguments.accumulate, "blocks": arguments.blocks}
+    parts, traces = {}, {}
     with Cluster(arguments.hosts, per_host=2, gpus=arguments.gpus) as cluster:
-        parts = {}
+        setup = described(cluster)
         for name in ("floor", *(f"paro_{partition}" for partition in arguments.partition), *arguments.beside):
             ranks = cluster.call("benchmarks.lab.tracing:phases", contestant=name, timeout=600, **options)
             parts[name] = max(ranks, key=lambda rank: sum(rank.values()))
         show_phases(parts, f"{arguments.model}, s={arguments.accumulate}, {arguments.blocks} blocks a launch")
-        results["phases_s"] = parts
         for partition in arguments.partition:
             ranks = cluster.call(
                 "benchmarks.lab.tracing:trace", partition=partition, steps=arguments.steps, timeout=3600, **options
             )
             found = max(ranks, key=lambda rank: rank["step_s"])
             show(found, f"paro_{partition}, {arguments.model}, s={arguments.accumulate}")
-            results[partition] = found | {"left_bytes": max(rank["left_bytes"] for rank in ranks)}
-    if arguments.out:
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+            traces[f"paro_{partition}"] = found | {"left_bytes": max(rank["left_bytes"] for rank in ranks)}
+    report = {"setup": setup, **options, "steps": arguments.steps, "phases_s": parts, "traces": traces}
+    save(report, arguments.out or result("trace", arguments.gpus))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ class DeepSpeed(Contestant):
         self, rank: Rank, model: nn.Module, blocks: int, stage: int, accumulate: int, mics: bool = False
     ) -> None:
         super().__init__(rank)
+        self.leaks = stage == 3
         deepspeed: Any = importlib.import_module("deepspeed")
         bucket = blocks * block_numel(model)
         zero = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": bucket}

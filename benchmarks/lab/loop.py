@@ -36,10 +36,12 @@ class Contestant:
     Attributes:
         accumulator: Dtype, and part, of the gradient in which micro-batches are accumulated.
         mark: Called at the end of every forward, every backward and the update.
+        leaks: Whether memory stays behind for good when it is let go.
     """
 
     accumulator = "fp32"
     autocast = False
+    leaks = False
     module: Any
     optimizer: Any
 

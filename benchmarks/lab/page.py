@@ -17,8 +17,9 @@ from benchmarks.lab.bars import FASTER, SETTINGS
 from benchmarks.lab.cluster import ROOT
 from benchmarks.lab.contestants import CONTESTANTS, HSDP, partitions
 from benchmarks.lab.moves import ALGORITHMS
-from benchmarks.lab.pictures import draw_collectives, draw_scaling, draw_table
+from benchmarks.lab.pictures import draw_collectives, draw_phases, draw_scaling, draw_table
 from benchmarks.lab.report import RESULTS, left_out
+from benchmarks.lab.tracing import PHASES, growth
 
 __all__ = ["pictures", "read", "render"]
 
@@ -92,7 +93,7 @@ def _race(name: str, report: Report) -> Iterator[str]:
             yield from (*_rows(table["rows"]), "")
             picture = f"pictures/{_picture(name, number)}"
             yield from (f"![Step times of {table['model']}, s = {table['accumulate']}]({picture})", "")
-            if table["bars"]:
+            if any(bar["value"] is not None for bar in table["bars"]):
                 yield from (*_bars(table["bars"]), "")
             remarks = (_limits(setup, rows), _memory(rows), _unsteady(rows), _absent(RACES[name], table, part))
             yield from (f"* {line}" for line in chain(*remarks))
@@ -261,7 +262,7 @@ def _scaling(report: Report, name: str) -> Iterator[str]:
     yield from _table({
         "contestant": [row["contestant"] for row in rows],
         "model": [row["model"] for row in rows],
-        "million parameters": [f"{row['parameters'] / 1e6:.0f}" for row in rows],
+        "million parameters": [f"{row['parameters'] / 1e6:.3g}" for row in rows],
         "s": [str(row["accumulate"]) for row in rows],
         "measured s/step": [f"{row['step_s']:.3f}" for row in rows],
         "predicted": [f"{row['predicted_s']:.3f}" for row in rows],
@@ -270,6 +271,28 @@ def _scaling(report: Report, name: str) -> Iterator[str]:
     })  # fmt: skip
     yield ""
     yield f"![Cost against the size of the model and against s, measured and predicted](pictures/{name}.png)"
+
+
+def _trace(report: Report, name: str) -> Iterator[str]:
+    yield from (f"### {_where(report['setup'])}", "", _setup(report["setup"]), "")
+    blocks = f"{report['blocks']} block{'s' * (report['blocks'] > 1)} a launch"
+    yield from (f"#### {report['model']}, s = {report['accumulate']}, {blocks}", "")
+    phases = [phase for phase in PHASES if all(phase in parts for parts in report["phases_s"].values())]
+    yield from _table({
+        "ms of a step": phases,
+        **{who: [f"{1000 * parts[phase]:.1f}" for phase in phases] for who, parts in report["phases_s"].items()},
+    })  # fmt: skip
+    yield ""
+    for who, found in report["traces"].items():
+        waits = ", ".join(f"{count} a step at {where}" for where, count in found["synchronisations"].items())
+        yield f"* {who}: {found['launches']} collectives a step; the host waits for the device {waits or 'nowhere'}."
+        if found["reserved"]:
+            grown = growth(found["reserved"])
+            since = report["steps"] // 10
+            yield f"* {who}: memory reserved grew by {grown} bytes from step {since} to {report['steps']}; "
+            yield f"  {found['left_bytes']} bytes were left after teardown."
+    yield ""
+    yield f"![Where the time of a step goes](pictures/{name}.png)"
 
 
 def _table(columns: dict[str, list[str]]) -> list[str]:
@@ -282,6 +305,7 @@ OTHERS: dict[str, tuple[Callable[[Report, str], Iterator[str]], Callable[[Any, P
     "cpu_collectives": (_collectives, draw_collectives),
     "scaling": (_scaling, draw_scaling),
     "cpu_scaling": (_scaling, draw_scaling),
+    "trace": (_trace, draw_phases),
 }
 """What else is measured: how it is told and drawn."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.lab.contestants import partitions
 
-__all__ = ["digest", "draw_collectives", "draw_scaling", "draw_table"]
+__all__ = ["digest", "draw_collectives", "draw_phases", "draw_scaling", "draw_table"]
 
 MIB, GIB = 2**20, 2**30
 
@@ -103,3 +103,17 @@ def draw_scaling(report: dict[str, Any], path: Path) -> None:
             axis.set_ylim(bottom=0)
             axis.set_title(title, fontsize=10)
         axes[0].legend(fontsize=8)
+
+
+def draw_phases(report: dict[str, Any], path: Path) -> None:
+    """The parts of a step, one on top of the other, of everybody that was traced."""
+    who = list(report["phases_s"])
+    with _figure(report, path, 1, 0.6 + 0.5 * len(who)) as (axis,):
+        left = [0.0] * len(who)
+        for phase in dict.fromkeys(phase for parts in report["phases_s"].values() for phase in parts):
+            widths = [1000 * parts.get(phase, 0.0) for parts in report["phases_s"].values()]
+            axis.barh(who, widths, left=left, label=phase)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+        axis.invert_yaxis()
+        axis.set_xlabel("milliseconds; of forwards and backwards between the first and the last, one of each")
+        axis.legend(fontsize=8)

@@ -22,7 +22,7 @@ from lightning_paro.sharding import Engine
 from lightning_paro.sharding._backward import Backward
 from lightning_paro.sharding._unit import Unit
 
-__all__ = ["PHASES", "by_phase", "phases", "trace"]
+__all__ = ["PHASES", "by_phase", "growth", "phases", "trace"]
 
 PHASES = ("first forward", "later forward", "earlier backward", "last backward", "update")
 
@@ -126,6 +126,11 @@ def by_phase(seconds: list[float], accumulate: int) -> dict[str, float]:
     return {phase: statistics.median(values) for phase, values in found.items() if values}
 
 
+def growth(moments: list[int]) -> int:
+    """Bytes by which memory grew from the second of some moments on; the allocator is warm by then."""
+    return moments[-1] - moments[min(1, len(moments) - 1)]
+
+
 def trace(rank: Rank, **options: Any) -> dict[str, Any]:
     """Train, and look: host time by entry a step, launches, synchronisations, memory over many steps and after it.
 
@@ -139,19 +144,23 @@ def trace(rank: Rank, **options: Any) -> dict[str, Any]:
 
 
 def _watched(rank: Rank, partition: str, model: str, accumulate: int, blocks: int, steps: int) -> dict[str, Any]:
-    runner = make(f"paro_{partition}", rank, build(model, rank.device), blocks, accumulate)
-    batches = tokens(model, rank.rank, accumulate, rank.device)
-    for _ in range(3):
-        runner.step(batches)
-    rank.barrier()
-    launches = runner.engine.traffic.calls
-    start = time.perf_counter()
-    with clocked() as spent:
+    with clocked() as spent:  # from the beginning: hooks hold the methods that they found
+        runner = make(f"paro_{partition}", rank, build(model, rank.device), blocks, accumulate)
+        batches = tokens(model, rank.rank, accumulate, rank.device)
+        for _ in range(3):
+            runner.step(batches)
+        rank.barrier()
+        for entry in spent.values():
+            entry[:] = [0, 0.0]
+        launches = runner.engine.traffic.calls
+        start = time.perf_counter()
         for _ in range(5):
             runner.step(batches)
         rank.barrier()
-    step_s = (time.perf_counter() - start) / 5
-    launches = (runner.engine.traffic.calls - launches) // 5
+        step_s = (time.perf_counter() - start) / 5
+        launches = (runner.engine.traffic.calls - launches) // 5
+        calls = {name: count / 5 for name, (count, _) in spent.items()}
+        host_s = {name: seconds / 5 for name, (_, seconds) in spent.items()}
     waits = synchronisations(lambda: runner.step(batches)) if rank.on_gpu else Counter()
     reserved, allocated = [], []
     for step in range(steps):
@@ -163,7 +172,5 @@ def _watched(rank: Rank, partition: str, model: str, accumulate: int, blocks: in
     runner.close()
     return {
         "step_s": step_s, "launches": launches, "synchronisations": dict(waits),
-        "host_s": {name: seconds / 5 for name, (_, seconds) in spent.items()},
-        "calls": {name: count / 5 for name, (count, _) in spent.items()},
-        "reserved": reserved, "allocated": allocated,
+        "host_s": host_s, "calls": calls, "reserved": reserved, "allocated": allocated,
     }  # fmt: skip

@@ -36,6 +36,16 @@ class Clock:
         return [a.elapsed_time(b) / 1000 if self._on_gpu else b - a for a, b in pairs]
 
 
+class Leak:
+    """Bytes on this rank's device that contestants have left behind for good, beside what is there in idleness."""
+
+    idle = 2**63
+    nbytes = 0
+
+
+LEAK = Leak()
+
+
 def measure(
     rank: Rank, contestant: str, model: str, accumulate: int, blocks: int, warmup: int, measured: int
 ) -> dict[str, Any]:
@@ -45,10 +55,13 @@ def measure(
     device, so what a contestant puts off into the next step is part of its time, too.
 
     Returns:
-        ``seconds`` of each measured step, ``peak_bytes`` allocated during them, ``before_bytes`` that were allocated
-        before it was built, ``first_loss`` and ``loss``, ``accumulator``, and what the contestant says of itself.
+        ``seconds`` of each measured step, ``peak_bytes`` allocated during them, without what an earlier contestant has
+        left behind for good, ``before_bytes`` that were allocated before it was built, ``first_loss`` and ``loss``,
+        ``accumulator``, and what the contestant says of itself.
     """
     before = rank.clean()
+    if before:
+        LEAK.idle = min(LEAK.idle, before)
     started = time.perf_counter()
     built = build(model, rank.device)
     runner = make(contestant, rank, built, blocks, accumulate)
@@ -65,11 +78,14 @@ def measure(
         clock.mark()
     rank.barrier()
     result = {
-        "seconds": clock.seconds(), "peak_bytes": torch.cuda.max_memory_allocated() if rank.on_gpu else 0,
+        "seconds": clock.seconds(), "peak_bytes": torch.cuda.max_memory_allocated() - LEAK.nbytes if rank.on_gpu else 0,
         "before_bytes": before, "first_loss": float(losses[0]), "loss": float(losses[-1]),
         "accumulator": runner.accumulator, **runner.counts(),
     }  # fmt: skip
     runner.close()
+    leaks = runner.leaks
     del runner, losses, batches
-    rank.clean()
+    left = rank.clean()
+    if leaks:
+        LEAK.nbytes = max(0, left - LEAK.idle)
     return result | {"total_s": time.perf_counter() - started}

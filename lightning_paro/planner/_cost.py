@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lightning_paro.collectives import BUCKET_BYTES
@@ -194,6 +194,7 @@ class Cost:
         sync_g_s: Gradients from g down to os, once a step.
         sync_p_s: New values from os up to p, once a step.
         compute_s: Forward and backward, all micro-batches of a step.
+        accumulate: Micro-batches a step.
     """
 
     state_bytes: float
@@ -203,6 +204,7 @@ class Cost:
     sync_g_s: float
     sync_p_s: float
     compute_s: float
+    accumulate: int
 
     @property
     def comm_s(self) -> float:
@@ -211,8 +213,13 @@ class Cost:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step if communication and computation overlap fully, as the paper assumes."""
-        return max(self.comm_s, self.compute_s)
+        """Seconds of a step if communication and computation overlap as far as they can.
+
+        What is sent once a step can hide only behind the last backward and the first forward, one micro-batch.
+        """
+        compute, often = self.compute_s / self.accumulate, (self.gather_s + self.reduce_s) / self.accumulate
+        boundary = max(compute, often + self.sync_g_s + self.sync_p_s)
+        return (self.accumulate - 1) * max(compute, often) + boundary
 
 
 def cost(partition: Partition, workload: Workload, network: Network, algorithm: Algorithm = "paro-cc") -> Cost:
@@ -250,7 +257,7 @@ def cost(partition: Partition, workload: Workload, network: Network, algorithm: 
 
     state = _state_bytes(partition, workload, network.topology)
     memory = state + _in_motion_bytes(partition, workload) + workload.activations
-    return Cost(state, memory, gather * s, reduce * s, sync_g, sync_p, workload.compute * s)
+    return Cost(state, memory, gather * s, reduce * s, sync_g, sync_p, workload.compute * s, s)
 
 
 def hpz(workload: Workload, network: Network) -> Cost:
@@ -259,7 +266,7 @@ def hpz(workload: Workload, network: Network) -> Cost:
     values = workload.parameters * workload.sizes.parameters
     gather = workload.accumulate * (network.globally(values, values, "flat") + network.inside(values))
     copy = values / network.topology.group_size
-    return Cost(zero3.state_bytes + copy, zero3.memory_bytes + copy, gather, zero3.reduce_s, 0.0, 0.0, zero3.compute_s)
+    return replace(zero3, state_bytes=zero3.state_bytes + copy, memory_bytes=zero3.memory_bytes + copy, gather_s=gather)
 
 
 def _state_bytes(partition: Partition, workload: Workload, topology: Topology) -> float:

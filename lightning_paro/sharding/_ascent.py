@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -106,17 +106,17 @@ class Ascent:
             self._kept = unit
         return self._kept is unit
 
-    def update(self, flats: Iterable[Flat]) -> None:
+    def update(self, moved: Mapping[Flat, Iterable[int]]) -> None:
         """After a step: the new values climb from rung os to rung p, and on to N where a unit is whole just now.
 
         In module order, which is that of a forward, whatever the optimizer's; the rest, which a step begins with,
         comes first.
         """
-        flats = sorted(flats, key=lambda flat: self._order[id(flat)])
+        flats = sorted(moved, key=lambda flat: self._order[id(flat)])
         for bucket in in_buckets(flats, self._bucket_bytes):
             self._update(bucket)
         for flat in flats:
-            flat.has_moved()
+            flat.have_moved(moved[flat])
             if flat.partition.p is not N:
                 if flat.is_whole:
                     flat.gather(again=True)

@@ -96,9 +96,9 @@ class Backward:
         if flat.shown.parameters[index].grad is None:  # frozen since the forward, or a hook of the user's dropped it
             return
         if self.is_running and flat.is_whole and not self._is_taken(flat):
+            if flat.partition.p is Granularity.N:
+                self._take_those_ready()  # before this one arrives: hooks of the user's may still look at it
             flat.arrive(index)
-            if flat.pending == 0 and flat.partition.p is Granularity.N:
-                self._take_those_ready()
             return
         name = flat.slots[index].name
         if not self.is_running:

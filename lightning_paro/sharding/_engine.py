@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -267,9 +267,9 @@ class Engine:
         """Before values change: forget what has been gathered ahead of its use."""
         self._ascent.discard()
 
-    def update(self, flats: Iterable[Flat]) -> None:
-        """After a step: the new values of some flats climb to rung p."""
-        self._ascent.update(flats)
+    def update(self, moved: Mapping[Flat, Iterable[int]]) -> None:
+        """After a step: the new values of some flats, in which these slots moved, climb to rung p."""
+        self._ascent.update(moved)
 
     def settle(self) -> None:
         """Have the new values of the last step everywhere; forwards wait by themselves for those that they need."""

@@ -33,7 +33,7 @@ class OptimizerShards:
     Attributes:
         optimizer: The user's optimizer.
         groups: By param group, the slots it was given, in the user's order, empty ones included.
-        moving: The flats, by identity, that its current step has seen gradients of; no others will have moved.
+        moving: The slots, by flat, that its current step has seen gradients of; no others will have moved.
         is_on_entries: Whether the param groups hold the entries just now.
     """
 
@@ -41,7 +41,7 @@ class OptimizerShards:
         self.optimizer = optimizer
         self.groups: list[list[Member]] = []
         self._engine = engine
-        self.moving: dict[int, Flat] = {}
+        self.moving: dict[Flat, set[int]] = {}
         self.is_on_entries = False
         self._steps = 0  # one inside the other: a subclass may call the step of its base
         self._detach: list[Callable[[], None]] = []
@@ -101,7 +101,10 @@ class OptimizerShards:
         for flat in self.flats():
             flat.settle()
             flat.take_over()
-        moving = {id(flat): flat for flat in self.flats() if flat.used}  # the same on all ranks
+        moving: dict[Flat, set[int]] = {}  # the same on all ranks
+        for flat, index in self.members():
+            if index in flat.used:
+                moving.setdefault(flat, set()).add(index)
         for flat in self.flats():
             flat.drop_removed()
         if engine.nonfinite != "propagate":
@@ -117,11 +120,12 @@ class OptimizerShards:
                 moving.clear()
                 for entry in self.entries():
                     entry.grad = None
-        self.moving |= moving
+        for flat, indices in moving.items():
+            self.moving.setdefault(flat, set()).update(indices)
 
     def after_update(self) -> None:
         """Just after the optimizer wrote its shards: the new values climb to rung p."""
-        self._engine.update(self.moving.values())
+        self._engine.update(self.moving)
 
     def take(self, group: dict[str, Any]) -> None:
         """Own the parameters of a param group, and carry over state that exists already."""

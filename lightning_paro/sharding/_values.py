@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
 import torch
@@ -251,10 +251,10 @@ class FlatValues:
             return False
         return tensor.untyped_storage().data_ptr() == self.whole.untyped_storage().data_ptr()
 
-    def has_moved(self) -> None:
-        """After a step: tell autograd, as an in-place update would; a graph that saved the old values is void."""
-        for slot in self.slots:
-            torch.autograd.graph.increment_version(slot.parameter)
+    def have_moved(self, indices: Iterable[int]) -> None:
+        """After a step: tell autograd, as an in-place update would; a graph that saved their old values is void."""
+        for index in indices:
+            torch.autograd.graph.increment_version(self.slots[index].parameter)
         self.shown.note_versions()
 
     def take_over(self) -> None:

@@ -55,6 +55,21 @@ def _input_changed_in_place(loop: Alone) -> nn.Module:
     return _simple(loop, Stack(InPlace(), InPlace(), InPlace()))
 
 
+def _hooks_that_come_after_ours(loop: Alone) -> nn.Module:
+    """Hooks of the user's, registered when the engine is there, change gradients."""
+    model = loop.shard(Stack().double())
+    optimizer = loop.attach(adamw(model))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(_halve)
+    accumulate(loop, model, optimizer, 2, 1)
+    return model
+
+
+def _halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
 class Normed(Block):
     """The gradient of one parameter needs the values of another."""
 
@@ -276,6 +291,7 @@ PLAIN_LOOPS = [
     _module_called_several_times,
     _first_unit_sees_an_input_without_gradient,
     _input_changed_in_place,
+    _hooks_that_come_after_ours,
     _parametrized_weights,
     _frozen_weights_early_in_a_unit,
     _outputs_of_every_structure,

@@ -154,3 +154,43 @@ def _norm_of_two(loop: Alone) -> nn.Module:
 
 def test_the_norm_counts_a_parameter_of_two_optimizers_once(pool: Pool) -> None:
     assert_as_alone(pool, _norm_of_two, SOME)
+
+
+class Probed(Stack):
+    """A head beside the model's own, both in the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probe = nn.Linear(8, 1)
+        self.double()
+
+
+def _one_forward_for_two(loop: Alone) -> nn.Module:
+    """One optimizer steps before the backward of the other, through weights that lie beside those that moved."""
+    model = loop.shard(Probed())
+    probing = loop.attach(torch.optim.SGD(model.probe.parameters(), lr=0.1))
+    training = loop.attach(torch.optim.SGD([p for n, p in model.named_parameters() if "probe" not in n], lr=0.1))
+    for step in range(3):
+        hidden: list[Tensor] = []
+
+        def loss(rank: int, s: int = step, kept: list[Tensor] = hidden) -> Tensor:
+            x = model.first(share(s, rank))
+            for block in model.blocks:
+                x = block(x)
+            kept.append(x)
+            return model.last(x).square().mean()
+
+        with loop.step(manual=True):
+            main = loop.mean(loss)
+            probe = loop.mean(lambda rank, kept=hidden: model.probe(kept[rank % len(kept)].detach()).square().mean())
+            probing.zero_grad()
+            loop.backward(probe)
+            probing.step()
+            training.zero_grad()
+            loop.backward(main)
+            training.step()
+    return model
+
+
+def test_a_step_voids_only_graphs_of_what_it_moved(pool: Pool) -> None:
+    assert_as_alone(pool, _one_forward_for_two, SOME)

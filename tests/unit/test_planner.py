@@ -194,6 +194,19 @@ def test_step_time_is_the_longer_of_communication_and_computation_and_ties_go_by
     assert str(plan.recommended.partition) == "ggg"
 
 
+def test_what_is_sent_once_a_step_hides_behind_one_micro_batch() -> None:
+    """Seconds by hand: 2 hosts of 2, one byte a parameter, 1 s for the bytes of a tensor between hosts."""
+    sizes = StateBytes(1, 1, 1, 1, 1, 0)
+    network = Network(Topology(4, 2), inter=2.0, intra=4.0, nic="gpu")
+    work = Workload(8, accumulate=5, compute=1.5, sizes=sizes)
+    nig = cost(Partition.parse("nig"), work, network)  # reduces: 1 s each, hidden; then 1 + 1 + 1 s between and inside
+    assert (nig.reduce_s, nig.sync_g_s, nig.sync_p_s) == (5.0, 1.0, 2.0)
+    assert nig.step_s == 4 * 1.5 + (1.0 + 3.0)
+    iig = cost(Partition.parse("iig"), work, network)  # 3 s for two gathers and a reduce: never hidden
+    assert iig.step_s == iig.comm_s == 5 * 3.0 + 2.0
+    assert cost(Partition.parse("nig"), replace(work, compute=4.0), network).step_s == 5 * 4.0
+
+
 def test_the_frontier_is_what_nothing_beats_in_both() -> None:
     plan = make_plan(SEVEN_B, PAPER, 80e9)
     frontier = plan.frontier()
