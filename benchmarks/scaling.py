@@ -4,7 +4,7 @@ The planner gets what its own probe measured between the ranks, and the time of 
 it assumes that communication and computation overlap as far as they can. Their sum is shown as well::
 
     python benchmarks/scaling.py --hosts 2 --gpus 2
-    sudo .venv/bin/python benchmarks/scaling.py --mbit 100      # no GPU: as in cpu_hosts.py
+    sudo .venv/bin/python benchmarks/scaling.py --mbit 400      # no GPU: as in cpu_hosts.py
 """
 
 from __future__ import annotations

@@ -139,28 +139,30 @@ def trace(rank: Rank, **options: Any) -> dict[str, Any]:
         ``reserved`` and ``allocated`` bytes, each at ten moments; ``left_bytes`` when everything is let go.
     """
     before = rank.clean()
-    found = _watched(rank, **options)
+    with clocked() as spent:  # to the end: the engine's hooks hold the methods that they find now
+        found = _watched(rank, spent, **options)
     return found | {"left_bytes": rank.clean() - before}
 
 
-def _watched(rank: Rank, partition: str, model: str, accumulate: int, blocks: int, steps: int) -> dict[str, Any]:
-    with clocked() as spent:  # from the beginning: hooks hold the methods that they found
-        runner = make(f"paro_{partition}", rank, build(model, rank.device), blocks, accumulate)
-        batches = tokens(model, rank.rank, accumulate, rank.device)
-        for _ in range(3):
-            runner.step(batches)
-        rank.barrier()
-        for entry in spent.values():
-            entry[:] = [0, 0.0]
-        launches = runner.engine.traffic.calls
-        start = time.perf_counter()
-        for _ in range(5):
-            runner.step(batches)
-        rank.barrier()
-        step_s = (time.perf_counter() - start) / 5
-        launches = (runner.engine.traffic.calls - launches) // 5
-        calls = {name: count / 5 for name, (count, _) in spent.items()}
-        host_s = {name: seconds / 5 for name, (_, seconds) in spent.items()}
+def _watched(
+    rank: Rank, spent: dict[str, list[float]], partition: str, model: str, accumulate: int, blocks: int, steps: int
+) -> dict[str, Any]:
+    runner = make(f"paro_{partition}", rank, build(model, rank.device), blocks, accumulate)
+    batches = tokens(model, rank.rank, accumulate, rank.device)
+    for _ in range(3):
+        runner.step(batches)
+    rank.barrier()
+    for entry in spent.values():
+        entry[:] = [0, 0.0]
+    launches = runner.engine.traffic.calls
+    start = time.perf_counter()
+    for _ in range(5):
+        runner.step(batches)
+    rank.barrier()
+    step_s = (time.perf_counter() - start) / 5
+    launches = (runner.engine.traffic.calls - launches) // 5
+    calls = {name: count / 5 for name, (count, _) in spent.items()}
+    host_s = {name: seconds / 5 for name, (_, seconds) in spent.items()}
     waits = synchronisations(lambda: runner.step(batches)) if rank.on_gpu else Counter()
     reserved, allocated = [], []
     for step in range(steps):
