@@ -191,8 +191,8 @@ class Engine:
 
         Args:
             module: Only the units that hold a parameter of this module; None for all.
-            writeback: Keep rank 0's changes. Without it they are lost, except where parameters are not partitioned
-                (p=N): there is no other copy of them.
+            writeback: Keep rank 0's changes. Without it they are lost, however the context ends; only where parameters
+                are whole and the optimizer's state is not (p=N, os=I or G) does an exception leave them there.
         """
         chosen = self.units
         if module is not None:

@@ -78,6 +78,7 @@ class FlatValues:
         self.arrival: Task | None = None  # of the whole values
         self.update: Task | None = None  # of the shard's new values after a step
         self.written = Written.COUNTS
+        self._kept: Tensor | None = None  # this rank's part at rung os while whole values (p=N) are on loan
         self.is_mixed = False
         self.entries: list[nn.Parameter | None] = [None] * len(self.slots)
         self._load(parameters)
@@ -263,8 +264,9 @@ class FlatValues:
         This rank's slices of it count, so it has to be done on all ranks alike. Inside of a context that loses what is
         written in it, nothing is kept.
         """
-        is_kept = self.is_whole and self.written is not Written.LOST and self.shown.is_written()
-        if not is_kept and self.partition.p is not N:
+        if self.written is Written.LOST:
+            return
+        if self.partition.p is not N and not (self.is_whole and self.shown.is_written()):
             return
         self.settle()
         self.collect()
@@ -275,6 +277,37 @@ class FlatValues:
         """While whole: bring what a user assigned to the ``data`` of a parameter back into the flat buffer."""
         with torch.inference_mode(False), torch.no_grad():
             self.shown.collect()
+
+    def loan(self) -> None:
+        """From here on to :meth:`give_back`, what is written to the whole values is lost."""
+        self.written = Written.LOST
+        if self.partition.p is N and not self.is_mastered:
+            with torch.inference_mode(False):
+                self._kept = self.os_view().clone()
+
+    def is_changed(self) -> bool:
+        """Whether somebody wrote to whole values on loan, as far as this rank can see it."""
+        if self.partition.p is not N:
+            return self.shown.is_written()
+        before = self.master.to(self.dtype) if self._kept is None else self._kept
+        return self.shown.is_written() or not torch.equal(self.os_view(), before)
+
+    def give_back(self) -> None:
+        """End :meth:`loan`: what this rank has of the values is as it was, of whole ones (p=N) its part at rung os."""
+        self.attach()  # what was assigned to their data is dropped
+        if self.partition.p is N:
+            with torch.inference_mode(False), torch.no_grad():
+                self.os_view().copy_(self.master if self._kept is None else self._kept)
+        self._kept = None
+
+    def drop_written(self) -> None:
+        """Lose what was written without talking to other ranks, except where whole values are split at rung os."""
+        self.written = Written.LOST
+        if self.partition.p is not N:
+            self.release()
+        elif self.partition.os is N:
+            self.give_back()
+        self._kept = None
 
     def overwrite(self, whole: Tensor) -> None:
         """Make the shards those of ``whole``, the same flat values on every rank, in any floating dtype.
@@ -297,8 +330,8 @@ class FlatValues:
 
     def full_values(self) -> Tensor:
         """The whole values in the optimizer's dtype, as a new flat tensor; collective."""
-        if self.is_mixed:
-            return self._gathered(self.master, self.partition.os)
+        if self.is_mixed or self._kept is not None:
+            return self._gathered(self.master if self._kept is None else self._kept, self.partition.os)
         self.take_over()
         if self.is_mastered:
             return self._gathered(self.master, self.partition.os)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,7 +36,7 @@ def whole_on_all_ranks(engine: Engine, units: Sequence[Unit], writeback: bool) -
             stack.callback(unit.let_go)
         for flat in flats:
             flat.settle()
-        with nullcontext() if engine.partition.p is Granularity.N else _written(engine, flats, writeback):
+        with _written(engine, flats, writeback):
             yield
         if engine.is_in_step and torch.is_grad_enabled():  # a backward may come back to what was computed here
             for unit in units:
@@ -47,29 +47,41 @@ def whole_on_all_ranks(engine: Engine, units: Sequence[Unit], writeback: bool) -
 
 @contextmanager
 def _written(engine: Engine, flats: Sequence[Flat], writeback: bool) -> Iterator[None]:
-    """Where values are gathered: what was written before the context counts, what is written in it as it says."""
+    """What was written before the context counts; what is written in it counts with ``writeback``."""
     flats = [flat for flat in flats if flat.written is not Written.LOST]  # the context around this one sees to those
     _write_back(engine, [flat for flat in flats if flat.written is Written.RANK_ZERO])
     outside = [flat.written for flat in flats]
     for flat in flats:
         flat.take_over()
-        flat.written = Written.RANK_ZERO if writeback else Written.LOST
+        flat.shown.note_versions()
+        if writeback:
+            flat.written = Written.RANK_ZERO
+        else:
+            flat.loan()
     try:
         yield
+        if flats and not writeback:
+            _give_back(engine, flats)
     except BaseException:  # perhaps on this rank only: no collective
-        for flat, written in zip(flats, outside, strict=True):
-            flat.written = Written.LOST
-            flat.release()
-            flat.written = written
-        raise
-    for flat, written in zip(flats, outside, strict=True):
-        flat.written = written
-    if not writeback:
-        if engine.any_rank(any(flat.shown.is_written() for flat in flats)):
-            for flat in flats:
-                flat.gather(again=True)
         for flat in flats:
-            flat.attach()  # what was assigned to their data is dropped
+            flat.drop_written()
+        raise
+    finally:
+        for flat, written in zip(flats, outside, strict=True):
+            flat.written = written
+
+
+def _give_back(engine: Engine, flats: Sequence[Flat]) -> None:
+    mine = torch.tensor([int(flat.is_changed()) for flat in flats])
+    marks = engine.maximum(mine, "leaving full_parameters").tolist()
+    changed = [flat for flat, mark in zip(flats, marks, strict=True) if mark]
+    is_partitioned = engine.partition.p is not Granularity.N
+    for flat in changed if is_partitioned else ():
+        flat.gather(again=True)
+    for flat in flats:
+        flat.give_back()
+    if changed and not is_partitioned:
+        engine.update({flat: range(len(flat.slots)) for flat in changed})
 
 
 def _write_back(engine: Engine, flats: Sequence[Flat]) -> None:

@@ -176,7 +176,7 @@ class ParoStrategy(ProcessesStrategy):
 
         Args:
             module: Only the parameters of this submodule; None for all.
-            writeback: Keep the changes rank 0 made.
+            writeback: Keep the changes rank 0 made; without it they are lost.
         """
         with self.engine.full_parameters(module, writeback):
             yield
