@@ -65,6 +65,32 @@ class ClippedSGD(SGD):
         return super().step(closure)
 
 
+class Projected(SGD):
+    """Takes the part along the values out of a gradient that is nearly orthogonal to them, as AdamP does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and torch.cosine_similarity(p.flatten(), p.grad.flatten(), dim=0).abs() < 1e-3:
+                    p.grad.mul_(0.5)
+        return super().step(closure)
+
+
+class SlowWeights(SGD):
+    """Lookahead in one class: every other step moves all parameters, also those without a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            group["calls"] = group.get("calls", 0) + 1
+            for p in group["params"]:
+                slow = self.state[p].setdefault("slow", p.detach().clone())
+                if group["calls"] % 2 == 0:
+                    p.copy_(slow.lerp_(p, 0.5))
+
+
 class SignedAdamW(AdamW):
     """An elementwise subclass: only the sign of the gradient counts."""
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ELEMENTWISE", "STATE_SCALARS", "check_elementwise"]
+__all__ = ["ELEMENTWISE", "STATE_SCALARS", "check_elementwise", "moves_without_gradient"]
 
 STATE_SCALARS = frozenset({"step", "mu_product", "mu", "eta"})
 """Optimizer state that is one number per parameter; of a parameter without dimensions it looks like any other."""
@@ -28,17 +30,25 @@ _MIXING = {
     "Muon": "orthogonalises whole matrices",
     "Adafactor": "factors the second moment into rows and columns",
     "Shampoo": "preconditions whole matrices",
+    "ScalableShampoo": "preconditions whole matrices",
+    "DistributedShampoo": "preconditions whole matrices",
+    "GaLore": "projects whole matrices",
+    "AdaNorm": "scales each tensor's gradient by norms",
     "SOAP": "preconditions whole matrices",
     "LAMB": "scales each tensor's update by its norm",
     "Lamb": "scales each tensor's update by its norm",
     "LARS": "scales each tensor's update by its norm",
     "SparseAdam": "works on sparse gradients",
 }
+_MIXING |= dict.fromkeys(
+    ["Prodigy", *(f"DAdapt{name}" for name in ["SGD", "Adam", "Adan", "AdanIP", "AdaGrad", "Adagrad", "Lion"])],
+    "estimates one learning rate from all parameters",
+)
 _SHAPE = (6, 4)
 _CUT = 10  # inside a row, so that neither piece is a smaller matrix
-_STEPS = 3
+_STEPS = 12  # some do not move in their first ones
 _LR = 0.01  # the user's may be zero while a scheduler warms up
-_SCALES = (1.0, 1e4)  # of gradients: a bound on the norm of an update may come in late
+_GRADIENTS = ("small", "large", "steady")  # bounds on norms come in late; what adapts wants to see a direction
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # of the largest move; fused kernels may know only one dtype
 
 
@@ -64,12 +74,12 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
                 f"{kind.__name__} {_MIXING[base.__name__]}, so it cannot work on flat shards of a parameter. {hint}"
             )
     failures: list[tuple[str, Exception]] = []
-    ways = list(product(_ways_to_step(kind), _TOLERANCES.items(), _SCALES))
-    for with_closure, (dtype, tolerance), scale in ways:
+    ways = list(product(_ways_to_step(kind), _TOLERANCES.items(), _GRADIENTS))
+    for with_closure, (dtype, tolerance), gradients in ways:
         what = "on a small tensor"
         try:
             with torch.random.fork_rng(devices=[]):
-                moved = functools.partial(_moved, optimizer, with_closure=with_closure, dtype=dtype, scale=scale)
+                moved = functools.partial(_moved, optimizer, with_closure=with_closure, dtype=dtype, kind=gradients)
                 whole = moved(slice(None))
                 pieces = [moved(cut) for cut in (slice(_CUT), slice(_CUT, None))]
                 what = "with empty param groups, as on a rank whose shards hold none of their parameters,"
@@ -104,28 +114,64 @@ def _ways_to_step(kind: type[torch.optim.Optimizer]) -> list[bool]:
     return [True] if closure.default is closure.empty else [False, True]
 
 
+def moves_without_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer changes parameters in a step in which they have no gradient, as Lookahead does.
+
+    Known classes do not. An unknown one is tried on a copy; one that cannot be tried is taken for one that does not.
+    """
+    kind = type(optimizer)
+    if kind in ELEMENTWISE:
+        return False
+    for with_closure, dtype in product(_ways_to_step(kind), _TOLERANCES):
+        start, gradients = _trial(len(optimizer.param_groups), dtype, "small")
+        with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]):
+            twin = _twin(optimizer, start, slice(None))
+            pieces = [piece for group in twin.param_groups for piece in group["params"]]
+            _step(twin, pieces, gradients[1:], with_closure)  # 11: who looks back every few steps has something to do
+            before = [piece.detach().clone() for piece in pieces]
+            _step(twin, pieces, [None] * _STEPS, with_closure)
+            return not all(map(torch.equal, pieces, before))
+    return False
+
+
 def _moved(
-    optimizer: torch.optim.Optimizer, cut: slice, *, with_closure: bool, dtype: torch.dtype, scale: float
+    optimizer: torch.optim.Optimizer, cut: slice, *, with_closure: bool, dtype: torch.dtype, kind: str
 ) -> Tensor:
     """How far a copy of ``optimizer``, made for the elements ``cut`` of a small tensor per group, moves those."""
-    generator = torch.Generator().manual_seed(0)
-    size = (len(optimizer.param_groups), _SHAPE[0] * _SHAPE[1])
-    start = torch.randn(size, generator=generator, dtype=dtype)[:, cut]
-    gradients = scale * torch.randn((_STEPS, *size), generator=generator, dtype=dtype)[:, :, cut]
+    start, gradients = _trial(len(optimizer.param_groups), dtype, kind)
+    start = start[:, cut]
     twin = _twin(optimizer, start, cut)
     pieces = [piece for group in twin.param_groups for piece in group["params"]]
-    for gradient in gradients:
-        closure = functools.partial(_give, gradient, pieces)
-        closure()
-        twin.step(closure) if with_closure else twin.step()
+    _step(twin, pieces, [gradient[:, cut] for gradient in gradients], with_closure)
     if not pieces:
         return start
     return torch.stack([piece.detach().reshape(-1).cpu() for piece in pieces]) - start
 
 
-def _give(gradient: Tensor, pieces: list[nn.Parameter]) -> Any:
-    for piece, values in zip(pieces, gradient, strict=False):  # there may be no pieces
-        piece.grad = values.to(piece.device).reshape(piece.shape).clone()
+def _trial(groups: int, dtype: torch.dtype, kind: str) -> tuple[Tensor, list[Tensor]]:
+    """Values of a small tensor per group, and gradients for some steps."""
+    generator = torch.Generator().manual_seed(0)
+    size = (groups, _SHAPE[0] * _SHAPE[1])
+    start = torch.randn(size, generator=generator, dtype=dtype)
+    random = torch.randn((_STEPS, *size), generator=generator, dtype=dtype)
+    if kind == "steady":  # always the same direction, orthogonal to the values, shrinking
+        along = (random[0] * start).sum(1, keepdim=True) / start.square().sum(1, keepdim=True)
+        return start, [0.7**step * (random[0] - along * start) for step in range(_STEPS)]
+    return start, list(random * (1e4 if kind == "large" else 1.0))
+
+
+def _step(
+    twin: torch.optim.Optimizer, pieces: list[nn.Parameter], gradients: Sequence[Tensor | None], with_closure: bool
+) -> None:
+    for gradient in gradients:
+        closure = functools.partial(_give, gradient, pieces)
+        closure()
+        twin.step(closure) if with_closure else twin.step()
+
+
+def _give(gradient: Tensor | None, pieces: list[nn.Parameter]) -> Any:
+    for number, piece in enumerate(pieces):
+        piece.grad = None if gradient is None else gradient[number].to(piece.device).reshape(piece.shape).clone()
     return torch.ones(())
 
 

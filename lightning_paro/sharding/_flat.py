@@ -64,7 +64,6 @@ class Flat(FlatValues):
 
     def arrive(self, index: int) -> None:
         """A parameter has a gradient from autograd, which goes on adding to it until it is taken."""
-        self.touched.add(index)
         if index not in self._arrived:
             self._arrived.add(index)
             self.pending -= 1
@@ -75,7 +74,9 @@ class Flat(FlatValues):
         That is the accumulator if gradients are whole on every rank (g=N), and a staging buffer otherwise.
         """
         with _not_asked():  # their unit may be released by now
-            gradients = {index: _taken(self.shown.parameters[index]) for index in sorted(self._arrived)}
+            taken = {index: _taken(self.shown.parameters[index]) for index in sorted(self._arrived)}
+        gradients = {index: gradient for index, gradient in taken.items() if gradient is not None}
+        self.touched.update(gradients)
         self._arrived.clear()
         with torch.no_grad():
             if self.partition.g is not N:
@@ -231,12 +232,11 @@ _not_asked = torch._C.DisableTorchFunctionSubclass
 """What a released parameter allows need not be asked of it one by one."""
 
 
-def _taken(parameter: Tensor) -> Tensor:
-    """The gradient of a parameter, taken off it."""
+def _taken(parameter: Tensor) -> Tensor | None:
+    """The gradient of a parameter, taken off it; None if a hook of the user's has done that."""
     gradient = parameter.grad
-    assert gradient is not None
     parameter.grad = None
-    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+    return gradient if gradient is None or gradient.layout is torch.strided else gradient.to_dense()
 
 
 def _zero(flat: weakref.ref[Flat], index: int) -> None:

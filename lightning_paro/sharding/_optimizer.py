@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_paro.sharding._elementwise import STATE_SCALARS, check_elementwise
+from lightning_paro.sharding._elementwise import STATE_SCALARS, check_elementwise, moves_without_gradient
 from lightning_paro.sharding._flat import Flat
 from lightning_paro.sharding._state_by_shard import StateByShard
+from lightning_paro.sharding._values import take_over_all
 from lightning_paro.topology import Granularity
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ class OptimizerShards:
     Attributes:
         optimizer: The user's optimizer.
         groups: By param group, the slots it was given, in the user's order, empty ones included.
-        moving: The slots, by flat, that its current step has seen gradients of; no others will have moved.
+        moving: The slots, by flat, that its current step may move: those that have gradients, or all if it is one that
+            does not ask for them.
         is_on_entries: Whether the param groups hold the entries just now.
     """
 
@@ -43,6 +45,7 @@ class OptimizerShards:
         self._engine = engine
         self.moving: dict[Flat, set[int]] = {}
         self.is_on_entries = False
+        self._moves_all = moves_without_gradient(optimizer)
         self._steps = 0  # one inside the other: a subclass may call the step of its base
         self._detach: list[Callable[[], None]] = []
 
@@ -98,12 +101,10 @@ class OptimizerShards:
         for flat, index in self.members():
             flat.check_untouched(index)
         engine.discard_ahead()
-        for flat in self.flats():
-            flat.settle()
-            flat.take_over()
+        take_over_all(self.flats())
         moving: dict[Flat, set[int]] = {}  # the same on all ranks
         for flat, index in self.members():
-            if index in flat.used:
+            if index in flat.used or self._moves_all:
                 moving.setdefault(flat, set()).add(index)
         for flat in self.flats():
             flat.drop_removed()
@@ -152,8 +153,11 @@ class OptimizerShards:
 
     def guard_state(self) -> None:
         """Until :meth:`detach`, let the optimizer's state know the module's parameters."""
-        if self._detach and type(self.optimizer.state) is defaultdict:  # a new one after load_state_dict
-            self.optimizer.state = StateByShard(self.optimizer.state, self._engine)
+        state = vars(self.optimizer).get("state")
+        if self._detach and type(state) is defaultdict:  # a new one after load_state_dict
+            holders = vars(self.optimizer).values()
+            if not any(getattr(holder, "state", None) is state for holder in holders):  # a wrapper shares it
+                self.optimizer.state = StateByShard(state, self._engine)
 
     def step_begin(self) -> None:
         """The optimizer's own code begins to work."""
@@ -208,6 +212,7 @@ class OptimizerShards:
         if self.is_on_entries:
             return
         self.follow()
+        self.guard_state()
         self.is_on_entries = True
         for group, members in zip(self.optimizer.param_groups, self.groups, strict=True):
             entries = [flat.entry(index) for flat, index in members]

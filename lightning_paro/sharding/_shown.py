@@ -79,14 +79,20 @@ class Shown:
     def is_written(self) -> bool:
         """Whether somebody wrote to a parameter in place, or gave it other memory."""
         return any(
-            parameter._version != version or parameter.data_ptr() != view.data_ptr()
+            parameter._version != version or not parameter.is_set_to(view)
             for parameter, version, view in zip(self.parameters, self._versions, self.views, strict=True)
         )
+
+    def unalias(self) -> None:
+        """Give what a user assigned to the ``data`` of a parameter memory of its own: it may be another one's."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if not parameter.is_set_to(view):
+                parameter.data = parameter.detach().clone()
 
     def collect(self) -> None:
         """Bring what a user assigned to the ``data`` of a parameter back into the flat buffer."""
         pairs = zip(self.parameters, self.views, strict=True)
-        moved = [(parameter, view) for parameter, view in pairs if parameter.data_ptr() != view.data_ptr()]
+        moved = [(parameter, view) for parameter, view in pairs if not parameter.is_set_to(view)]
         for parameter, view in moved:
             view.copy_(parameter)
         if moved:

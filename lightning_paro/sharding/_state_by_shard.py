@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from typing_extensions import Self
 
 from lightning_paro.topology import Granularity
 
@@ -29,9 +31,10 @@ class StateByShard(defaultdict[Any, Any]):
         engine: Knows which parameters are the module's, and their entries.
     """
 
-    def __init__(self, state: dict[Any, Any], engine: Engine) -> None:
-        super().__init__(dict, state)
+    def __init__(self, state: Mapping[Any, Any], engine: Engine) -> None:
+        super().__init__(dict)
         self._engine = weakref.ref(engine)
+        self.update(state)
 
     def __missing__(self, key: Any) -> Any:
         entry = self._entry(key)
@@ -44,7 +47,22 @@ class StateByShard(defaultdict[Any, Any]):
         super().__setitem__(self._entry(key), value)
 
     def __delitem__(self, key: Any) -> None:
-        super().__delitem__(self._entry(key))
+        self.pop(key)
+
+    def update(self, other: Any = (), /, **more: Any) -> None:
+        """As of a dict."""
+        for key, value in dict(other, **more).items():
+            self[key] = value
+
+    def __ior__(self, other: Any) -> Self:  # type: ignore[misc]
+        self.update(other)
+        return self
+
+    def copy(self) -> defaultdict[Any, Any]:  # type: ignore[override]
+        """A plain one, by entries."""
+        return defaultdict(dict, self)
+
+    __copy__ = copy  # type: ignore[assignment]
 
     def get(self, key: Any, default: Any = None) -> Any:
         """The state of an entry, or of a parameter where state is whole."""
@@ -55,15 +73,20 @@ class StateByShard(defaultdict[Any, Any]):
         return super().setdefault(self._entry(key), default)
 
     def pop(self, key: Any, default: Any = _MISSING) -> Any:
-        """Forget the state of an entry or a parameter; the next step begins anew with it."""
+        """Forget the state of an entry or a parameter; the next step begins anew with it.
+
+        Of a parameter of which nothing lies on this rank it is the default, or empty.
+        """
         entry = self._entry(key, is_read=False)
-        return super().pop(entry) if default is _MISSING else super().pop(entry, default)
+        if default is _MISSING and (entry is key or entry is not None):
+            return super().pop(entry)
+        return super().pop(entry, {} if default is _MISSING else default)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return defaultdict, (dict, dict(self))
 
     def _entry(self, key: Any, is_read: bool = True) -> Any:
-        """What state is kept by; the key itself unless it is a parameter of the module."""
+        """What state is kept by: the key itself unless it is a parameter; None if this rank has nothing of that."""
         engine = self._engine()
         if engine is None or not isinstance(key, Tensor) or id(key) not in engine.where:
             return key
@@ -75,5 +98,4 @@ class StateByShard(defaultdict[Any, Any]):
                 "hands out this rank's shards with their state; `optimizer.state.pop(parameter, None)` forgets it; "
                 "strategy='paro_nnn' keeps it whole."
             )
-        entry = flat.entry(index)
-        return key if entry is None else entry
+        return flat.entry(index)

@@ -16,7 +16,7 @@ from lightning_paro.sharding._shown import Shown
 from lightning_paro.sharding._slot import Slot
 from lightning_paro.topology import Granularity, Partition
 
-__all__ = ["FlatValues", "Written", "gather_all", "names_of"]
+__all__ = ["FlatValues", "Written", "gather_all", "names_of", "take_over_all"]
 
 N, I, G = Granularity  # noqa: E741
 
@@ -261,10 +261,16 @@ class FlatValues:
     def take_over(self) -> None:
         """Keep what the module's code wrote to its parameters in place, or assigned to their ``data``.
 
-        This rank's slices of it count, so it has to be done on all ranks alike. Inside of a context that loses what is
-        written in it, nothing is kept.
+        On all ranks alike: this rank's slices of it count, or where :class:`Written` says so rank 0's, which is
+        collective. Inside of a context that loses what is written in it, nothing is kept.
         """
         if self.written is Written.LOST:
+            return
+        if self.written is Written.RANK_ZERO:
+            self.collect()
+            if self.ladder.groups.topology.world_size > 1:
+                broadcast(self.whole, src=0)
+            self.overwrite(self.whole)
             return
         if self.partition.p is not N and not (self.is_whole and self.shown.is_written()):
             return
@@ -276,6 +282,7 @@ class FlatValues:
     def collect(self) -> None:
         """While whole: bring what a user assigned to the ``data`` of a parameter back into the flat buffer."""
         with torch.inference_mode(False), torch.no_grad():
+            self.shown.unalias()
             self.shown.collect()
 
     def loan(self) -> None:
@@ -287,10 +294,11 @@ class FlatValues:
 
     def is_changed(self) -> bool:
         """Whether somebody wrote to whole values on loan, as far as this rank can see it."""
-        if self.partition.p is not N:
-            return self.shown.is_written()
-        before = self.master.to(self.dtype) if self._kept is None else self._kept
-        return self.shown.is_written() or not torch.equal(self.os_view(), before)
+        if self.shown.is_written():
+            return True
+        if self.partition.p is not N:  # in-place writes through data leave no other trace
+            return not torch.equal(self.whole[self._p_slice], self.shard.to(self.dtype))
+        return not torch.equal(self.os_view(), self.master.to(self.dtype) if self._kept is None else self._kept)
 
     def give_back(self) -> None:
         """End :meth:`loan`: what this rank has of the values is as it was, of whole ones (p=N) its part at rung os."""
@@ -302,9 +310,11 @@ class FlatValues:
 
     def drop_written(self) -> None:
         """Lose what was written without talking to other ranks, except where whole values are split at rung os."""
-        self.written = Written.LOST
         if self.partition.p is not N:
-            self.release()
+            self.written = Written.LOST
+            if self.is_whole and self.is_changed():
+                self.have_moved(range(len(self.slots)))  # no graph may go on with these values
+                self.release()
         elif self.partition.os is N:
             self.give_back()
         self._kept = None
@@ -442,6 +452,17 @@ def gather_all(flats: Sequence[FlatValues]) -> None:
         task = first.ladder.lanes.start(after(updates, climb), f"gathering {names_of(flats)}")
     for flat in flats:
         flat.arrival = task
+
+
+def take_over_all(flats: Sequence[FlatValues]) -> None:
+    """:meth:`FlatValues.take_over` of several flats, whose parameters may have been given each other's memory."""
+    with torch.inference_mode(False), torch.no_grad():
+        for flat in flats:
+            flat.settle()
+            if flat.is_whole and flat.written is not Written.LOST:
+                flat.shown.unalias()
+    for flat in flats:
+        flat.take_over()
 
 
 def names_of(flats: Sequence[FlatValues]) -> str:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_paro.collectives._compat import broadcast
 from lightning_paro.sharding._flat import Flat
 from lightning_paro.sharding._unit import Unit
-from lightning_paro.sharding._values import Written
+from lightning_paro.sharding._values import Written, take_over_all
 from lightning_paro.topology import Granularity
 
 if TYPE_CHECKING:
@@ -36,23 +35,24 @@ def whole_on_all_ranks(engine: Engine, units: Sequence[Unit], writeback: bool) -
             stack.callback(unit.let_go)
         for flat in flats:
             flat.settle()
-        with _written(engine, flats, writeback):
-            yield
-        if engine.is_in_step and torch.is_grad_enabled():  # a backward may come back to what was computed here
-            for unit in units:
-                unit.is_kept = True
-        if writeback:
-            _write_back(engine, flats)
+        try:
+            with _written(engine, flats, writeback):
+                yield
+        finally:
+            if engine.is_in_step and torch.is_grad_enabled():  # a backward may come back to what was computed here
+                for unit in units:
+                    unit.is_kept = True
 
 
 @contextmanager
 def _written(engine: Engine, flats: Sequence[Flat], writeback: bool) -> Iterator[None]:
     """What was written before the context counts; what is written in it counts with ``writeback``."""
     flats = [flat for flat in flats if flat.written is not Written.LOST]  # the context around this one sees to those
-    _write_back(engine, [flat for flat in flats if flat.written is Written.RANK_ZERO])
     outside = [flat.written for flat in flats]
+    if writeback or Written.RANK_ZERO in outside:
+        engine.discard_ahead()
+    take_over_all(flats)
     for flat in flats:
-        flat.take_over()
         flat.shown.note_versions()
         if writeback:
             flat.written = Written.RANK_ZERO
@@ -60,7 +60,10 @@ def _written(engine: Engine, flats: Sequence[Flat], writeback: bool) -> Iterator
             flat.loan()
     try:
         yield
-        if flats and not writeback:
+        if writeback:
+            engine.discard_ahead()
+            take_over_all(flats)
+        elif flats:
             _give_back(engine, flats)
     except BaseException:  # perhaps on this rank only: no collective
         for flat in flats:
@@ -78,20 +81,11 @@ def _give_back(engine: Engine, flats: Sequence[Flat]) -> None:
     is_partitioned = engine.partition.p is not Granularity.N
     for flat in changed if is_partitioned else ():
         flat.gather(again=True)
+        flat.have_moved(range(len(flat.slots)))
     for flat in flats:
         flat.give_back()
     if changed and not is_partitioned:
         engine.update({flat: range(len(flat.slots)) for flat in changed})
-
-
-def _write_back(engine: Engine, flats: Sequence[Flat]) -> None:
-    if flats:
-        engine.discard_ahead()
-    for flat in flats:
-        flat.collect()
-        if engine.topology.world_size > 1:
-            broadcast(flat.whole, src=0)
-        flat.overwrite(flat.whole)
 
 
 @contextmanager

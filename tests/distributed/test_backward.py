@@ -65,6 +65,19 @@ def _hooks_that_come_after_ours(loop: Alone) -> nn.Module:
     return model
 
 
+def _a_hook_drops_a_gradient(loop: Alone) -> nn.Module:
+    model = loop.shard(Stack().double())
+    optimizer = loop.attach(adamw(model))
+    for parameter in (model.last.bias, model.blocks[1].a.weight):
+        parameter.register_post_accumulate_grad_hook(_drop)
+    accumulate(loop, model, optimizer, 2, 2)
+    return model
+
+
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
 def _halve(parameter: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.mul_(0.5)
@@ -292,6 +305,7 @@ PLAIN_LOOPS = [
     _first_unit_sees_an_input_without_gradient,
     _input_changed_in_place,
     _hooks_that_come_after_ours,
+    _a_hook_drops_a_gradient,
     _parametrized_weights,
     _frozen_weights_early_in_a_unit,
     _outputs_of_every_structure,

@@ -33,11 +33,20 @@ def _asked_by_parameter(loop: Alone) -> nn.Module:
                 assert optimizer.state.get(parameter) is optimizer.state[parameter]
         if step == 1:
             for parameter in model.first.parameters():
-                optimizer.state.pop(parameter, None)
+                optimizer.state.pop(parameter)
+            del optimizer.state[model.last.bias]
+        if step == 2 and not is_split:
+            optimizer.state.update({model.last.weight: {"momentum_buffer": torch.ones_like(model.last.weight)}})
+        elif step == 2:
+            shards = [(flat, index) for flat, index in loop.engine.optimizers[0].members()]
+            for flat, index in shards:
+                entry = flat.entry(index)
+                if flat.slots[index].parameter is model.last.weight and entry is not None:
+                    optimizer.state[entry]["momentum_buffer"].fill_(1.0)
     if isinstance(loop, Sharded):
         saved = optimizer_state_dict(loop.engine, optimizer)
         assert loop.rank > 0 or len(saved["state"]) == len(list(model.parameters()))
-        assert type(copy.deepcopy(optimizer.state)) is defaultdict
+        assert type(copy.deepcopy(optimizer.state)) is type(optimizer.state.copy()) is defaultdict
     return model
 
 
@@ -57,7 +66,7 @@ def _asked_where_split(partition: str) -> list[str]:
         lambda: weight in state,
         lambda: state.setdefault(weight, {}),
         lambda: state.__setitem__(weight, {}),
-        lambda: state.__delitem__(weight),
+        lambda: state.update({weight: {}}),
     ]
     messages = []
     for way in ways:

@@ -159,6 +159,132 @@ def test_contexts_in_each_other(pool: Pool) -> None:
             assert "full_parameters(writeback=True) was entered inside" in message
 
 
+def _held(partition: str, where: str) -> tuple[Tensor, Tensor]:
+    """What the model computes where values stay whole, before and after a context with writes through data."""
+    loop, model = Sharded(partition), _stack()
+    loop.shard(model)
+    x = share(0, 0)
+
+    def spoiled() -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            before = model(x)
+            with loop.full_parameters(model):
+                for parameter in model.parameters():
+                    parameter.data.mul_(0.01)
+            return before, model(x)
+
+    if where == "step":
+        with loop.step():
+            found = spoiled()
+    elif where == "evaluation":
+        with loop.evaluation(True):
+            found = spoiled()
+    else:
+        with loop.full_parameters(model, writeback=True):
+            found = spoiled()
+    loop.close()
+    return found
+
+
+@pytest.mark.parametrize("where", ["step", "evaluation", "writeback"])
+def test_writes_through_data_are_lost_where_values_stay_whole(pool: Pool, where: str) -> None:
+    for partition in SOME:
+        for before, after in pool.run(_held, partition, where):
+            torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def _rank_zero_writes(partition: str, step: bool) -> Tensor | None:
+    """What is saved inside of a context in which rank 0 alone writes, with or without a step in it."""
+    loop, model = Sharded(partition), nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    loop.shard(model)
+    optimizer = loop.attach(torch.optim.SGD(model.parameters(), lr=0.0))
+    with loop.step():
+        loss = model(torch.ones(1, 8)).sum()
+    loop.backward(loss)
+    saved = None
+    with loop.full_parameters(model, writeback=True):
+        if loop.rank == 0:
+            _fill(model, 2.0)
+        if step:
+            optimizer.step()
+        with loop.engine.lent_to_rank_zero() as here:
+            if here:
+                saved = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    loop.close()
+    return saved
+
+
+@pytest.mark.parametrize("step", [False, True])
+def test_rank_zero_is_believed_within_the_context_as_well(pool: Pool, step: bool) -> None:
+    for partition in SOME:
+        saved = pool.run(_rank_zero_writes, partition, step)[0]
+        assert bool((saved == 2.0).all()), partition
+
+
+def _graph_of_lost_values(partition: str) -> str:
+    loop, model = Sharded(partition), _stack()
+    loop.shard(model)
+    with loop.step(), loop.full_parameters(model):
+        _spoil(model)
+        loss = model(share(0, 0)).sum()
+    try:
+        loop.backward(loss)
+    except RuntimeError as error:
+        loop.engine.abort()
+        loop.close()
+        return str(error)
+    return ""
+
+
+def test_a_graph_of_values_that_were_lost_is_void(pool: Pool) -> None:
+    for partition in SOME:
+        for message in pool.run(_graph_of_lost_values, partition):
+            assert "modified by an inplace operation" in message, partition
+
+
+def _each_others_memory(loop: Alone) -> nn.Module:
+    """Parameters are given each other's memory, in one unit and in two, and their own transposed."""
+    model = loop.shard(_stack())
+    optimizer = loop.attach(adamw(model))
+    first, second = model.blocks[0], model.blocks[1]
+    for step in range(2):
+        optimizer.zero_grad()
+        with loop.step():
+            loss = loop.mean(lambda rank, s=step: model(share(s, rank)).square().mean())
+        loop.backward(loss)
+        optimizer.step()
+        with loop.full_parameters(model, writeback=True):
+            first.a.weight.data, first.b.weight.data = first.b.weight.data, first.a.weight.data
+            first.norm.bias.data, second.norm.bias.data = second.norm.bias.data, first.norm.bias.data
+            second.a.weight.data = second.a.weight.data.t()
+    return model
+
+
+def test_memory_can_be_exchanged(pool: Pool) -> None:
+    assert_as_alone(pool, _each_others_memory, ALL)
+
+
+def _left_by_an_error(loop: Alone) -> nn.Module:
+    """An error leaves a context in which nothing was written, in a step; a graph that was made in it lives on."""
+    model = loop.shard(_stack())
+    optimizer = loop.attach(adamw(model))
+    for step in range(2):
+        optimizer.zero_grad()
+        losses: list[Tensor] = []
+        with loop.step():
+            with contextlib.suppress(KeyError), loop.full_parameters(model):
+                losses.append(sum(parameter.square().sum() for parameter in model.parameters()))
+                raise KeyError
+            mean = loop.mean(lambda rank, s=step: model(share(s, rank)).square().mean()) + losses[0]
+        loop.backward(mean)
+        optimizer.step()
+    return model
+
+
+def test_an_error_costs_no_values_that_nobody_wrote(pool: Pool) -> None:
+    assert_as_alone(pool, _left_by_an_error, SOME)
+
+
 def _cut_off(loop: Alone) -> nn.Module:
     """Ranks stop right after a step, with its update under way, and what is left is sharded anew."""
     model = loop.shard(_stack())
