@@ -42,12 +42,18 @@ def broadcast(tensor: Tensor, src: int, group: Any = None, async_op: bool = Fals
 
 
 def gather_all(outs: list[Tensor], shards: list[Tensor], group: Any, async_op: bool) -> Any:
-    """All-gathers of several tensors by one launch."""
+    """All-gathers of several tensors, on an accelerator by one launch.
+
+    Gloo does them one by one: with coalesced ones of real and of complex numbers under way together, torch 2.13
+    corrupts the heap. That was seen; what else may set it off was not found out.
+    """
+    if async_op:
+        return _Works([all_gather(*pair, group=group, async_op=True) for pair in zip(outs, shards, strict=True)])
     options = AllgatherOptions()
-    options.asyncOp = async_op
+    options.asyncOp = False
     name = "all_gather_single_coalesced"
     launch = getattr(group, name, None) or group.allgather_into_tensor_coalesced
-    return _work(launch([plain(out) for out in outs], [plain(shard) for shard in shards], options), async_op)
+    return _done(launch([plain(out) for out in outs], [plain(shard) for shard in shards], options))
 
 
 def scatter_all(outs: list[Tensor], wholes: list[Tensor], group: Any) -> None:
@@ -56,7 +62,7 @@ def scatter_all(outs: list[Tensor], wholes: list[Tensor], group: Any) -> None:
     options.asyncOp = False
     name = "reduce_scatter_single_coalesced"
     launch = getattr(group, name, None) or group.reduce_scatter_tensor_coalesced
-    _work(launch([plain(out) for out in outs], [plain(whole) for whole in wholes], options), async_op=False)
+    _done(launch([plain(out) for out in outs], [plain(whole) for whole in wholes], options))
 
 
 def all_to_all(out: Tensor, whole: Tensor, group: Any) -> Any:
@@ -71,8 +77,17 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in MOVABLE else tensor.view(torch.uint8)
 
 
-def _work(work: Any, async_op: bool) -> Any:
-    if async_op or work is None:
-        return work
-    work.wait()
-    return None
+class _Works:
+    """Several of a ``Work``."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def _done(work: Any) -> None:
+    if work is not None:
+        work.wait()
