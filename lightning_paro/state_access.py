@@ -109,7 +109,7 @@ class _Sharded:
     def update_parameters(self) -> None:
         self._engine.discard_ahead()
         flats = [flat for attached in self._engine.optimizers for flat in attached.flats() if flat.trainable]
-        self._engine.update({flat: range(len(flat.slots)) for flat in flats})
+        self._engine.update({flat: flat.indices for flat in flats})
 
     def reduce_over_shards(self, tensor: Tensor) -> Tensor:
         return self._engine.sum_over_shards(tensor)

@@ -289,7 +289,7 @@ def _trace(report: Report, name: str) -> Iterator[str]:
         if found["reserved"]:
             grown = growth(found["reserved"])
             since = report["steps"] // 10
-            yield f"* {who}: memory reserved grew by {grown} bytes from step {since} to {report['steps']}; "
+            yield f"* {who}: memory reserved grew by {grown} bytes from step {since} to {report['steps']};"
             yield f"  {found['left_bytes']} bytes were left after teardown."
     yield ""
     yield f"![Where the time of a step goes](pictures/{name}.png)"

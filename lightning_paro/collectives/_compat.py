@@ -53,7 +53,8 @@ def gather_all(outs: list[Tensor], shards: list[Tensor], group: Any, async_op: b
     options.asyncOp = False
     name = "all_gather_single_coalesced"
     launch = getattr(group, name, None) or group.allgather_into_tensor_coalesced
-    return _done(launch([plain(out) for out in outs], [plain(shard) for shard in shards], options))
+    _done(launch([plain(out) for out in outs], [plain(shard) for shard in shards], options))
+    return None
 
 
 def scatter_all(outs: list[Tensor], wholes: list[Tensor], group: Any) -> None:

@@ -42,7 +42,7 @@ class Accord:
             RuntimeError: If ranks needed different units; between groups as well, since what they reduced together was
                 not the same.
         """
-        used = [index in flat.touched for flat in flats for index in range(len(flat.slots))]
+        used = [index in flat.touched for flat in flats for index in flat.indices]
         mine = torch.tensor([*used, self.wants_to_stop, *self._digest()])
         values = self.maximum(mine, "agreeing on the gradients of a backward").tolist()
         self.all_stop = bool(values[-3])
@@ -50,7 +50,7 @@ class Accord:
         self.path.clear()
         position = 0
         for flat in flats:
-            flat.agree_on_used(index for index in range(len(flat.slots)) if values[position + index])
+            flat.agree_on_used(index for index in flat.indices if values[position + index])
             position += len(flat.slots)
 
     def compare_paths(self) -> None:

@@ -42,7 +42,7 @@ class Backward:
         self._reached: list[Unit] = []
         self._taking_part: frozenset[Flat] = frozenset()
         self._hooks: list[Any] = []
-        self._unhooked = [(flat, index) for flat in self._all for index in range(len(flat.slots))]
+        self._unhooked = [(flat, index) for flat in self._all for index in flat.indices]
         self._is_boundary = False
 
     def listen(self) -> None:

@@ -42,7 +42,7 @@ class Flat(FlatValues):
 
     def freeze(self, keep_master: bool) -> None:
         """Trained so far, frozen now: gradients are given back as well."""
-        self.clear(range(len(self.slots)))
+        self.clear(self.indices)
         super().freeze(keep_master)
 
     def forsake(self) -> None:
@@ -218,7 +218,7 @@ class Flat(FlatValues):
         self.staging = None
         self.pending = 0
         self._arrived.clear()
-        self.clear(range(len(self.slots)))
+        self.clear(self.indices)
 
     def nbytes(self) -> dict[str, int]:
         """Bytes this rank holds: ``parameters``, ``gradients``, ``master``; a view counts once."""

@@ -93,7 +93,8 @@ class Shown:
         """Bring what a user assigned to the ``data`` of a parameter back into the flat buffer."""
         pairs = zip(self.parameters, self.views, strict=True)
         moved = [(parameter, view) for parameter, view in pairs if not parameter.is_set_to(view)]
-        for parameter, view in moved:
-            view.copy_(parameter)
+        values = [parameter.detach().clone() for parameter, _ in moved]  # which may lie in another one's view
+        for (_, view), value in zip(moved, values, strict=True):
+            view.copy_(value)
         if moved:
             self.values()

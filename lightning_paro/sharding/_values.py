@@ -117,6 +117,11 @@ class FlatValues:
             self.release()
 
     @property
+    def indices(self) -> range:
+        """The numbers of all slots."""
+        return range(len(self.slots))
+
+    @property
     def has_master(self) -> bool:
         """Whether the optimizer's values, where there are any, are wider than what computes."""
         return self.master_dtype != self.dtype
@@ -266,23 +271,19 @@ class FlatValues:
         """
         if self.written is Written.LOST:
             return
-        if self.written is Written.RANK_ZERO:
-            self.collect()
-            if self.ladder.groups.topology.world_size > 1:
-                broadcast(self.whole, src=0)
-            self.overwrite(self.whole)
-            return
-        if self.partition.p is not N and not (self.is_whole and self.shown.is_written()):
+        is_rank_zeros = self.written is Written.RANK_ZERO
+        if self.partition.p is not N and not is_rank_zeros and not (self.is_whole and self.shown.is_written()):
             return
         self.settle()
         self.collect()
+        if is_rank_zeros and self.ladder.groups.topology.world_size > 1:
+            broadcast(self.whole, src=0)
         with torch.inference_mode(False), torch.no_grad():
             self._rewrite(self.whole)
 
     def collect(self) -> None:
         """While whole: bring what a user assigned to the ``data`` of a parameter back into the flat buffer."""
         with torch.inference_mode(False), torch.no_grad():
-            self.shown.unalias()
             self.shown.collect()
 
     def loan(self) -> None:
@@ -313,7 +314,7 @@ class FlatValues:
         if self.partition.p is not N:
             self.written = Written.LOST
             if self.is_whole and self.is_changed():
-                self.have_moved(range(len(self.slots)))  # no graph may go on with these values
+                self.have_moved(self.indices)  # no graph may go on with these values
                 self.release()
         elif self.partition.os is N:
             self.give_back()

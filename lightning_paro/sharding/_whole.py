@@ -81,11 +81,11 @@ def _give_back(engine: Engine, flats: Sequence[Flat]) -> None:
     is_partitioned = engine.partition.p is not Granularity.N
     for flat in changed if is_partitioned else ():
         flat.gather(again=True)
-        flat.have_moved(range(len(flat.slots)))
+        flat.have_moved(flat.indices)
     for flat in flats:
         flat.give_back()
     if changed and not is_partitioned:
-        engine.update({flat: range(len(flat.slots)) for flat in changed})
+        engine.update({flat: flat.indices for flat in changed})
 
 
 @contextmanager

@@ -116,7 +116,7 @@ def _engine_of_masters(partition: str) -> Any:
     with torch.no_grad():
         for entry in entries.entries():
             entry.fill_(1.0 + 2**-12)
-    engine.update({flat: range(len(flat.slots)) for flat in engine.flats})
+    engine.update({flat: flat.indices for flat in engine.flats})
     return engine, block
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_paro.sharding import optimizer_state_dict
 from lightning_paro.topology import Granularity
-from tests.distributed.loops import SOME, Alone, Sharded, Stack, accumulate, adamw, assert_as_alone, share
+from tests.distributed.loops import SOME, Alone, Sharded, Stack, accumulate, adamw, assert_as_alone
 from tests.distributed.pool import Pool
 
 
@@ -21,11 +21,7 @@ def _asked_by_parameter(loop: Alone) -> nn.Module:
     optimizer = loop.attach(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     is_split = isinstance(loop, Sharded) and loop.engine.partition.os is not Granularity.N
     for step in range(4):
-        optimizer.zero_grad()
-        with loop.step():
-            loss = loop.mean(lambda rank, s=step: model(share(s, rank)).square().mean())
-        loop.backward(loss)
-        optimizer.step()
+        accumulate(loop, model, optimizer, 1, 1)
         if step == 0 and not is_split:
             for parameter in model.parameters():
                 assert parameter in optimizer.state

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.distributed.loops import Alone, Block, Stack, adamw, assert_as_alone, failing, share
+from tests.distributed.loops import Alone, Block, Stack, accumulate, adamw, assert_as_alone, failing, share
 from tests.distributed.pool import Pool, WorkerError
 
 
@@ -104,13 +104,7 @@ class Transformed(Stack):
 
 def _train(loop: Alone, model: nn.Module) -> nn.Module:
     loop.shard(model.double())
-    optimizer = loop.attach(adamw(model))
-    for step in range(2):
-        optimizer.zero_grad()
-        with loop.step():
-            loss = loop.mean(lambda rank, s=step: model(share(s, rank)).square().mean())
-        loop.backward(loss)
-        optimizer.step()
+    accumulate(loop, model, loop.attach(adamw(model)), 2, 1)
     return model
 
 

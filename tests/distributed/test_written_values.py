@@ -12,7 +12,19 @@ from torch import Tensor, nn
 
 from lightning_paro.sharding import PrecisionPolicy
 from lightning_paro.state_access import _Sharded
-from tests.distributed.loops import ALL, FEW, SOME, Alone, Block, Sharded, Stack, adamw, assert_as_alone, share
+from tests.distributed.loops import (
+    ALL,
+    FEW,
+    SOME,
+    Alone,
+    Block,
+    Sharded,
+    Stack,
+    accumulate,
+    adamw,
+    assert_as_alone,
+    share,
+)
 from tests.distributed.pool import Pool
 
 BF16 = PrecisionPolicy(torch.bfloat16, master_weights=True)
@@ -247,12 +259,8 @@ def _each_others_memory(loop: Alone) -> nn.Module:
     model = loop.shard(_stack())
     optimizer = loop.attach(adamw(model))
     first, second = model.blocks[0], model.blocks[1]
-    for step in range(2):
-        optimizer.zero_grad()
-        with loop.step():
-            loss = loop.mean(lambda rank, s=step: model(share(s, rank)).square().mean())
-        loop.backward(loss)
-        optimizer.step()
+    for _ in range(2):
+        accumulate(loop, model, optimizer, 1, 1)
         with loop.full_parameters(model, writeback=True):
             first.a.weight.data, first.b.weight.data = first.b.weight.data, first.a.weight.data
             first.norm.bias.data, second.norm.bias.data = second.norm.bias.data, first.norm.bias.data
@@ -288,11 +296,7 @@ def test_an_error_costs_no_values_that_nobody_wrote(pool: Pool) -> None:
 def _cut_off(loop: Alone) -> nn.Module:
     """Ranks stop right after a step, with its update under way, and what is left is sharded anew."""
     model = loop.shard(_stack())
-    optimizer = loop.attach(adamw(model))
-    with loop.step():
-        loss = loop.mean(lambda rank: model(share(0, rank)).square().mean())
-    loop.backward(loss)
-    optimizer.step()
+    accumulate(loop, model, loop.attach(adamw(model)), 1, 1)
     if isinstance(loop, Sharded):
         loop.engine.abandon()
     return model
