@@ -131,14 +131,13 @@ class Backward:
         self.is_running = False
         self._queue.clear()
         self._reached.clear()
-        self._descent.cancel()
 
     def _is_taken(self, flat: Flat) -> bool:
         return flat in self._taking_part and flat not in self._queue
 
     def _take(self, flat: Flat) -> None:
         del self._queue[flat]
-        self._descent.add(flat, self._is_boundary)
+        self._descent.add(flat, self._is_boundary, next(iter(self._queue), None))
 
     def _take_those_ready(self) -> None:
         while self._queue:

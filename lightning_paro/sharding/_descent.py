@@ -20,6 +20,9 @@ N, I, G = Granularity  # noqa: E741
 _IN_FLIGHT = 2
 """Buckets whose own gradients may wait to be summed inside the group; a faster backward waits for them."""
 
+_HEAD_START = 4
+"""Units of the next forward that may start before the last sums of a backward are waited for."""
+
 
 class Descent:
     """Sums gradients over ranks while the backward goes on.
@@ -39,9 +42,16 @@ class Descent:
         self._bucket: list[Flat] = []
         self._inside: deque[Task] = deque()
         self._between: list[Task] = []
+        self._head_start = 0
 
-    def add(self, flat: Flat, is_boundary: bool) -> None:
-        """All gradients of a flat that this backward brings are there."""
+    def add(self, flat: Flat, is_boundary: bool, follower: Flat | None) -> None:
+        """All gradients of a flat that this backward brings are there.
+
+        Args:
+            flat: The flat.
+            is_boundary: Whether they go down to rung os.
+            follower: What probably comes next, the same on all ranks: what it does not fit to need not wait for it.
+        """
         flat.take_gradients()
         if flat.partition.g is N and not is_boundary:
             flat.open |= flat.expected
@@ -49,10 +59,10 @@ class Descent:
         bucket = self._bucket
         if flat in bucket:  # its module ran several times
             return
-        if bucket and (not _are_alike(bucket[0], flat) or _size([*bucket, flat]) > self._bucket_bytes):
+        if not self._has_room_for(flat):
             self.flush(is_boundary)
         self._bucket.append(flat)
-        if _size(self._bucket) >= self._bucket_bytes:
+        if follower is None or not self._has_room_for(follower):
             self.flush(is_boundary)
 
     def flush(self, is_boundary: bool) -> None:
@@ -62,8 +72,27 @@ class Descent:
             with torch.no_grad():
                 self._start(bucket, is_boundary)
 
+    def end(self, is_boundary: bool) -> None:
+        """End of a backward; what comes after a boundary sees all sums.
+
+        The last sums inside the group may stay under way where nothing goes on from there: a forward can begin without
+        them, and who asks for an accumulator waits by itself.
+        """
+        if is_boundary or self._between:
+            self.wait()
+        else:
+            self._head_start = _HEAD_START
+
+    def catch_up(self) -> None:
+        """A forward goes on: after a few units free the memory of what the last backward has left under way."""
+        if self._head_start:
+            self._head_start -= 1
+            if not self._head_start:
+                self.wait()
+
     def wait(self) -> None:
         """What comes after this sees all sums."""
+        self._head_start = 0
         for task in (*self._inside, *self._between):
             task.wait()
         self._inside.clear()
@@ -75,6 +104,12 @@ class Descent:
             task.cancel()
         self._bucket, self._between = [], []
         self._inside.clear()
+        self._head_start = 0
+
+    def _has_room_for(self, flat: Flat) -> bool:
+        """Whether it can travel with what is in the bucket."""
+        bucket = self._bucket
+        return not bucket or (_are_alike(bucket[0], flat) and _size([*bucket, flat]) <= self._bucket_bytes)
 
     def _start(self, flats: list[Flat], is_boundary: bool) -> None:
         while len(self._inside) >= _IN_FLIGHT:
@@ -89,6 +124,9 @@ class Descent:
             steps = self._sum_between(legs, inside)
             kept = tuple(tensor for leg in legs for tensor in leg.used_between())
             self._between.append(lanes.start(steps, f"reducing the gradient of {names} between groups", kept))
+        else:
+            for flat in flats:
+                flat.summing = inside
 
     def _sum_inside(self, legs: list[_Leg]) -> Steps:
         yield from self._ladder.sum_inside([leg.whole for leg in legs], [leg.part for leg in legs])

@@ -106,7 +106,7 @@ class Engine:
                 Flat(spec.name, parameters, self.partition, self.policy, ladder, self.device)
                 for parameters in kinds.values()
             ]
-            hooks = (self._on_need, self._on_reach, self._keeps)
+            hooks = (self._on_forward, self._on_need, self._on_reach, self._keeps)
             self.units.append(Unit(len(self.units), spec.name, spec.module, flats, *hooks))
         self._rest = [unit for unit, spec in zip(self.units, specs, strict=True) if spec.module is None]
         self.flats = [flat for unit in self.units for flat in unit.flats]
@@ -159,6 +159,7 @@ class Engine:
         shards; otherwise they are accumulated at the rung of g.
         """
         self._drop_backward()
+        self._descent.wait()
         self._backward.listen()
         self._in_backward = True
         self._is_boundary = self.sync_gradients
@@ -169,7 +170,7 @@ class Engine:
         self._backward.end()
         if self._is_boundary:
             self.accord.at_boundary(self._backward.flats)
-        self._descent.wait()
+        self._descent.end(self._is_boundary)
         for flat in self.flats:
             flat.show()
         self._in_backward = False
@@ -379,6 +380,7 @@ class Engine:
     def abandon(self) -> None:
         """Remove every hook without talking to other ranks; parameters that are released stay so."""
         self._reset()
+        self._descent.cancel()
         for flat in self.flats:
             flat.cancel_update()
         self._backward.close()
@@ -388,6 +390,9 @@ class Engine:
             shards.detach()
 
     # ---- inside ---------------------------------------------------------------------------------------------
+
+    def _on_forward(self) -> None:
+        self._descent.catch_up()
 
     def _on_need(self, unit: Unit) -> None:
         if not self.evaluation.is_running:
@@ -419,6 +424,7 @@ class Engine:
         if self._in_backward:
             self._in_backward = False
             self._backward.reset()
+            self._descent.cancel()
             for flat in self.flats:
                 flat.drop()
 

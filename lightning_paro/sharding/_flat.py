@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_paro.collectives import Task
 from lightning_paro.sharding._ghost import gradient_ghost, is_gradient_ghost
 from lightning_paro.sharding._values import FlatValues
 from lightning_paro.topology import Granularity
@@ -30,7 +31,8 @@ class Flat(FlatValues):
         super().__init__(*args)
         self._scale = 1.0 / self.ladder.groups.topology.world_size
         self.staging: Tensor | None = None  # this micro-batch's own gradient, whole
-        self.accumulator: Tensor | None = None  # at rung g
+        self.summing: Task | None = None  # to the accumulator, since the last backward
+        self._accumulator: Tensor | None = None
         self.gradient: Tensor | None = None  # at rung os
         self.open: set[int] = set()  # slots with something at g that no boundary has taken down to os, on some rank
         self.touched: set[int] = set()  # slots whose gradient arrived on this rank since the last boundary
@@ -39,6 +41,22 @@ class Flat(FlatValues):
         self.expected: set[int] = set()  # slots whose gradient the present backward may bring
         self._arrived: set[int] = set()
         self._gradient_ghosts: dict[int, Tensor] = {}
+
+    @property
+    def accumulator(self) -> Tensor | None:
+        """What micro-batches have brought to rung g; whoever asks comes after the sums that are under way."""
+        self._wait_for_sums()
+        return self._accumulator
+
+    @accumulator.setter
+    def accumulator(self, value: Tensor | None) -> None:
+        self._wait_for_sums()  # they write to the memory that is let go
+        self._accumulator = value
+
+    def _wait_for_sums(self) -> None:
+        if self.summing is not None:
+            self.summing.wait()
+            self.summing = None
 
     def freeze(self, keep_master: bool) -> None:
         """Trained so far, frozen now: gradients are given back as well."""

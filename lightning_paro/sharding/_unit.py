@@ -29,6 +29,7 @@ class Unit:
         name: Name of the module.
         module: The module whose forward needs the unit; None for the rest.
         flats: Its flat buffers.
+        on_forward: Called when a forward of its module begins.
         on_need: Called with the unit when its whole values are needed; makes it whole.
         on_reach: Called with the unit when the gradients of its outputs are there, before it is needed for them.
         keeps: Says of an idle unit that it stays whole nevertheless.
@@ -40,6 +41,7 @@ class Unit:
         name: str,
         module: nn.Module | None,
         flats: list[Flat],
+        on_forward: Callable[[], None],
         on_need: Callable[[Unit], None],
         on_reach: Callable[[Unit], None],
         keeps: Callable[[Unit], bool],
@@ -50,6 +52,7 @@ class Unit:
         self.holds = 0
         self.is_kept = False
         self.nbytes_whole = sum(flat.nbytes_whole for flat in flats)
+        self._on_forward = on_forward
         self._on_need = on_need
         self._on_reach = on_reach
         self._keeps = keeps
@@ -140,6 +143,7 @@ class Unit:
         self._handles = [module.register_forward_pre_hook(_Hook(module, self._settle_values), prepend=True)]
 
     def _settle_values(self, _: Any) -> None:
+        self._on_forward()
         for flat in self.flats:
             flat.settle()
 
@@ -147,6 +151,7 @@ class Unit:
         self._on_need(self)
         if _in_backward():
             return
+        self._on_forward()
         self._depth += 1
         if torch.is_grad_enabled():
             self._inputs = [(tensor, tensor._version) for tensor in _tensors(inputs) if tensor.requires_grad]

@@ -335,7 +335,7 @@ class FlatValues:
         if self.is_mastered:
             part = whole[self._os_slice]
             changed = part != self.master.to(part.dtype)
-            self.master.copy_(torch.where(changed, part.to(self.master.dtype), self.master))
+            self.master.copy_(torch.where(changed, part, self.master))
         if not self.is_cast and whole is not self.shard:
             self.shard.copy_(whole[self._p_slice])
 
