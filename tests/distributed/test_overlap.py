@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_paro.sharding._flat import Flat
 from tests.distributed.loops import ALL, Alone, Block, Sharded, Stack, accumulate, adamw, assert_as_alone, share
 from tests.distributed.pool import Pool
 
@@ -66,6 +67,98 @@ def test_neighbours_travel_together_and_two_buckets_at_most_are_whole(
         # inside a group: gathers and one of the rest, and sums; between groups: sums, and new values
         assert calls == gathers + 1 + reduces + 2 * reduces, calls
         assert max(whole) <= min(2 * blocks_a_bucket + 1, BLOCKS), whole
+
+
+def _events_of_a_backward(partition: str, bucket_bytes: int) -> list[str]:
+    """Units whose gradients arrive, and what is started on the way down, in their order."""
+    loop = Sharded(partition, bucket_bytes=bucket_bytes)
+    model = stack()
+    loop.shard(model)
+    loop.attach(adamw(model))
+    events: list[str] = []
+    lanes = loop.engine._ascent._ladder.lanes
+    start, arrive = lanes.start, Flat.arrive
+
+    def started(steps: Any, what: str | None, *rest: Any) -> Any:
+        events.append(str(what))
+        return start(steps, what, *rest)
+
+    def arrived(flat: Flat, index: int) -> None:
+        events.append(flat.unit)
+        arrive(flat, index)
+
+    with loop.step():
+        loss = model(share(0, loop.rank)).square().mean()
+    with mock.patch.object(lanes, "start", started), mock.patch.object(Flat, "arrive", arrived):
+        loop.backward(loss)
+    loop.close()
+    return events
+
+
+@pytest.mark.parametrize("partition", ["nig", "iig", "ggg"])
+def test_a_bucket_leaves_before_the_gradients_that_have_no_room_in_it(pool: Pool, partition: str) -> None:
+    """Two blocks fit: the sum of the last two starts before the first gradient of the one below them arrives."""
+    for events in pool.run(_events_of_a_backward, partition, 2 * BLOCK_BYTES + BLOCK_BYTES // 2):
+        for above in (5, 3):
+            start = events.index(f"reducing the gradient of units 'blocks.{above}' to 'blocks.{above - 1}'")
+            assert start < events.index(f"blocks.{above - 2}")
+
+
+def _sums_left_under_way(partition: str) -> list[list[int]]:
+    """After the backwards of a step, and after each of the forwards that follow them: what was not waited for yet."""
+    loop = Sharded(partition, bucket_bytes=0)
+    model = stack()
+    loop.shard(model)
+    optimizer = loop.attach(adamw(model))
+    found: list[list[int]] = []
+    descent = loop.engine._descent
+
+    def count(*_: Any) -> None:
+        found[-1].append(len(descent._inside) + len(descent._between))
+
+    for block in model.blocks:
+        block.register_forward_hook(count)
+    for micro in range(3):
+        found.append([])
+        with loop.step():
+            loss = model(share(0, loop.rank, micro)).square().mean()
+        loop.backward(loss, sync=micro == 2)
+        count()
+    optimizer.step()
+    loop.close()
+    return found
+
+
+@pytest.mark.parametrize("partition", ALL)
+def test_the_next_forward_starts_beside_the_last_sums_and_frees_their_memory(pool: Pool, partition: str) -> None:
+    """Only sums that end inside the group, two at most, for four units of the next forward, and none at a boundary."""
+    left = 2 if partition[1] == "i" else 0
+    during = [left] * 3 + [0] * 3
+    for found in pool.run(_sums_left_under_way, partition):
+        assert found == [[0] * 6 + [left], [*during, left], [*during, 0]]
+
+
+def _cleared_while_under_way(loop: Any) -> nn.Module:
+    """Two optimizers share every unit; one clears its gradients right behind the backward that brings them."""
+    model = loop.shard(stack(3))
+    norms = [parameter for name, parameter in model.named_parameters() if "norm" in name]
+    others = [parameter for name, parameter in model.named_parameters() if "norm" not in name]
+    optimizers = [loop.attach(torch.optim.AdamW(part, lr=1e-2)) for part in (norms, others)]
+    for step in range(3):
+        for micro in range(3):
+            with loop.step():
+                loss = loop.mean(lambda rank, s=step, m=micro: model(share(s, rank, m)).square().mean())
+            loop.backward(loss, sync=micro == 2)
+            if micro == 0:
+                optimizers[0].zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def test_gradients_may_be_cleared_while_their_sums_are_under_way(pool: Pool) -> None:
+    assert_as_alone(pool, _cleared_while_under_way, ALL)
 
 
 def _order_of_updates(partition: str) -> list[str]:
