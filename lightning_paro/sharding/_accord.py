@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from lightning_paro.collectives import ProcessGroups, Traffic
-from lightning_paro.sharding._consensus import MEETING_BYTES, agree, different_paths, maximum
+from lightning_paro.sharding._consensus import MEETING_BYTES, ROOM, agree, different_paths, maximum
 from lightning_paro.sharding._flat import Flat
 from lightning_paro.topology import Partition
 
@@ -14,7 +17,7 @@ __all__ = ["Accord"]
 
 
 class Accord:
-    """One small exchange at a boundary, and one where a step leaves the path of the last.
+    """One small exchange at a boundary, a second one if ranks used different parameters, and one where paths change.
 
     Args:
         names: Of the units, by index.
@@ -42,15 +45,20 @@ class Accord:
             RuntimeError: If ranks needed different units; between groups as well, since what they reduced together was
                 not the same.
         """
-        used = [index in flat.touched for flat in flats for index in flat.indices]
-        mine = torch.tensor([*used, self.wants_to_stop, *self._digest()])
-        values = self.maximum(mine, "agreeing on the gradients of a backward").tolist()
-        self.all_stop = bool(values[-3])
-        self._check_paths(values[-2:])
+        used = bytes(index in flat.touched for flat in flats for index in flat.indices)
+        fingerprint = int.from_bytes(hashlib.blake2b(used, digest_size=7).digest(), "big")  # the same in every process
+        mine = torch.tensor([self.wants_to_stop, *self._digest(), fingerprint, -fingerprint])
+        stop, *path, largest, smallest = self.maximum(mine, "agreeing on the gradients of a backward").tolist()
+        self.all_stop = bool(stop)
+        self._check_paths(path)
         self.path.clear()
+        anywhere: Sequence[int] = used
+        if largest != -smallest:  # not the same on all ranks, which is rare
+            told = torch.tensor(list(used), dtype=torch.uint8)
+            anywhere = self.maximum(told, "comparing the gradients of a backward", in_step=True).tolist()
         position = 0
         for flat in flats:
-            flat.agree_on_used(index for index in flat.indices if values[position + index])
+            flat.agree_on_used(index for index in flat.indices if anywhere[position + index])
             position += len(flat.slots)
 
     def compare_paths(self) -> None:
@@ -68,7 +76,7 @@ class Accord:
             self.path.clear()
             raise different_paths(agree(self._groups, "comparing the units that ran", lambda: path), self._partition)
 
-    def maximum(self, mine: Tensor, what: str) -> Tensor:
+    def maximum(self, mine: Tensor, what: str, in_step: bool = False) -> Tensor:
         """The elementwise maximum of an integer host tensor over all ranks, in place, counted as control traffic."""
-        self._traffic.control += MEETING_BYTES + mine.nbytes
-        return maximum(self._groups, mine, what)
+        self._traffic.control += mine.nbytes if in_step else MEETING_BYTES + (mine.nbytes if mine.numel() > ROOM else 0)
+        return maximum(self._groups, mine, what, in_step)

@@ -14,16 +14,24 @@ from torch import Tensor, nn
 from lightning_paro.collectives import ProcessGroups
 from lightning_paro.topology import Partition
 
-__all__ = ["MEETING_BYTES", "agree", "check_same_model", "describe_model", "different_paths", "maximum", "meet"]
+__all__ = ["MEETING_BYTES", "ROOM", "agree", "check_same_model", "describe_model", "different_paths", "maximum", "meet"]
 
 T = TypeVar("T")
 
-MEETING_BYTES = 16
+ROOM = 6
+"""How many integers :func:`meet` carries: every meeting has one size, whoever comes for what."""
+
+MEETING_BYTES = 8 * (2 + ROOM)
 """What :func:`meet` exchanges."""
 
 
-def meet(groups: ProcessGroups, what: str) -> None:
+def meet(groups: ProcessGroups, what: str, values: Tensor | None = None) -> None:
     """All ranks come here for the same purpose, or all are told who came for what.
+
+    Args:
+        groups: The process groups.
+        what: What for.
+        values: Up to :data:`ROOM` integers on the host, which become their elementwise maximum over all ranks.
 
     Raises:
         RuntimeError: If they did not; on all ranks.
@@ -31,10 +39,16 @@ def meet(groups: ProcessGroups, what: str) -> None:
     if groups.control is None:
         return
     code = zlib.crc32(what.encode())  # the same in every process
-    codes = torch.tensor([code, -code])
+    message = torch.zeros(2 + ROOM, dtype=torch.int64)
+    message[:2] = torch.tensor([code, -code])
+    brought = message[2 : 2 + (0 if values is None else values.numel())]
+    if values is not None:
+        brought.copy_(values.view(-1))
     with groups.progress.enter(what):
-        dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=groups.control)
-    if int(codes[0]) == -int(codes[1]):
+        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=groups.control)
+    if int(message[0]) == -int(message[1]):
+        if values is not None:
+            values.copy_(brought.view(values.shape))
         return
     everyone: list[str] = [""] * groups.topology.world_size
     dist.all_gather_object(everyone, what, group=groups.control)
@@ -87,7 +101,9 @@ def maximum(groups: ProcessGroups, values: Tensor, what: str, in_step: bool = Fa
 
     ``in_step`` if ranks are known to come here together, so that nothing has to be compared first.
     """
-    if groups.control is not None:
+    if values.numel() <= ROOM and not in_step:
+        meet(groups, what, values)
+    elif groups.control is not None:
         if not in_step:
             meet(groups, what)
         with groups.progress.enter(what):
