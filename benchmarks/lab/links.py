@@ -9,6 +9,6 @@ __all__ = ["measure"]
 
 
 def measure(rank: Rank) -> dict[str, float | None]:
-    """Bytes per second between hosts for one column, inside a host, and between hosts with all columns busy."""
+    """Bytes per second between hosts for one column, inside a host, for all columns at once, and in a flat ring."""
     network = probe(rank.groups, rank.device, show_progress=False).network()
-    return {"inter": network.inter, "intra": network.intra, "column": network.column}
+    return {name: getattr(network, name) for name in ("inter", "intra", "column", "ring")}

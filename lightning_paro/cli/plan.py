@@ -38,6 +38,7 @@ def plan(
     activations: float = 0.0,
     nic: Literal["host", "gpu"] = "host",
     column: float | None = None,
+    ring: float | None = None,
     precision: Literal["bf16-mixed", "bf16-true", "16-mixed", "32-true", "64-true"] = "bf16-mixed",
     grad_dtype: Literal["float32", "bfloat16"] | None = None,
     reduce_dtype: Literal["float32", "bfloat16"] | None = None,
@@ -65,6 +66,8 @@ def plan(
         nic: Whether a host has one network card, or each GPU has one of its own.
         column: Bandwidth between two GPUs of different hosts while all are busy, Gbit/s, as probe measures it; decides
             instead of nic.
+        ring: Bandwidth of each GPU in a flat ring over all, Gbit/s, as probe measures it; decides instead of inter for
+            flat collectives.
         precision: As the Trainer's.
         grad_dtype: As ParoStrategy's.
         reduce_dtype: As ParoStrategy's.
@@ -74,7 +77,8 @@ def plan(
         csv: Write the rows to this file.
         plot: Draw memory against time into this file.
     """
-    for name, value in (("inter", inter), ("intra", intra), ("column", column), ("memory", memory)):
+    given = {"inter": inter, "intra": intra, "column": column, "ring": ring, "memory": memory}
+    for name, value in given.items():
         if value is not None and not value > 0:
             unit = "GB of 10^9 bytes" if name == "memory" else "Gbit/s"
             raise ValueError(f"{name}={value:g} is not understood: expected {unit}, above 0.")
@@ -95,7 +99,8 @@ def plan(
     if scale is not None and world is not None:
         raise ValueError(f"world={world} and scale={scale!r} both say how many ranks there are. HINT: leave one out.")
     inter, intra = _links(inter, intra, max(worlds), group)
-    network = Network(Topology(worlds[0], group), inter * GIGABIT, intra * GIGABIT, nic, column and column * GIGABIT)
+    measured = (bandwidth and bandwidth * GIGABIT for bandwidth in (column, ring))
+    network = Network(Topology(worlds[0], group), inter * GIGABIT, intra * GIGABIT, nic, *measured)
     console = Console()
     result: Plan | list[Plan]
     if scale is None:

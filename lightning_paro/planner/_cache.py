@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_paro.collectives import ProcessGroups
-from lightning_paro.planner._probe import Probe, Sample, probe
+from lightning_paro.planner._probe import LINKS, Probe, Sample, probe
 from lightning_paro.topology import Topology
 
 __all__ = ["cached_probe"]
@@ -62,6 +62,7 @@ def _key(groups: ProcessGroups, device: torch.device) -> dict[str, Any]:
         "hosts": list(hosts),
         "settings": [[list(setting) for setting in rank] for rank in settings],
         "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
+        "links": list(LINKS),
         "group_size": groups.topology.group_size,
         "groups": [list(group) for group in groups.topology.groups],
         "backend": dist.get_backend(),

@@ -90,6 +90,8 @@ class Network:
         nic: Whether the ranks of a host share one network card (``"host"``) or have one each (``"gpu"``).
         column: Bytes per second between two ranks of a column while all columns are busy, if that was measured; None
             is what ``nic`` says, a share of ``inter`` or all of it.
+        ring: Bytes per second that each rank sends in a flat ring over all ranks, if that was measured; None is
+            ``inter``.
 
     Raises:
         ValueError: If a bandwidth is not positive.
@@ -100,9 +102,11 @@ class Network:
     intra: float
     nic: Literal["host", "gpu"] = "host"
     column: float | None = None
+    ring: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("inter", self.inter), ("intra", self.intra), ("column", self.column)):
+        for name in ("inter", "intra", "column", "ring"):
+            value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"the bandwidth {name} must be positive, got {value}. HINT: give bytes per second.")
         if self.nic not in ("host", "gpu"):
@@ -131,7 +135,7 @@ class Network:
         n, m, ng = self.topology.world_size, self.topology.group_size, self.topology.num_groups
         if algorithm == "paro-cc" or m == 1 or ng == 1:
             return self.inside(intra_bytes) + self.between(inter_bytes)
-        return inter_bytes * (n - 1) / n / self.inter
+        return inter_bytes * (n - 1) / n / (self.ring or self.inter)
 
 
 @dataclass(frozen=True)

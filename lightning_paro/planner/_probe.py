@@ -11,15 +11,14 @@ import torch
 from rich.progress import track
 
 from lightning_paro.collectives import Ladder, ProcessGroups, slowest
+from lightning_paro.collectives._lanes import Steps
 from lightning_paro.planner._cost import Network
-from lightning_paro.topology import Granularity, Topology
+from lightning_paro.topology import Topology
 
 __all__ = ["Probe", "Sample", "probe"]
 
-N, I, G = Granularity  # noqa: E741
-
-Links = Literal["inside", "between, one column", "between, all columns"]
-LINKS: tuple[Links, ...] = ("inside", "between, one column", "between, all columns")
+Links = Literal["inside", "between, one column", "between, all columns", "all, one flat ring"]
+LINKS: tuple[Links, ...] = ("inside", "between, one column", "between, all columns", "all, one flat ring")
 MIB = 2**20
 SIZES = (1 * MIB, 8 * MIB, 64 * MIB)
 WARMUP, REPEATS = 2, 5
@@ -34,7 +33,7 @@ class Sample:
     Attributes:
         links: Which links were busy.
         operation: ``"gather"`` or ``"reduce"``.
-        nbytes: Size of the whole tensor of one group or column.
+        nbytes: Size of the whole tensor of one group, column or ring.
         seconds: Median of several, each the slowest rank's.
         bandwidth: Bytes per second that each rank sent.
     """
@@ -68,8 +67,13 @@ class Probe:
 
     def network(self) -> Network:
         """The measured network, for :func:`make_plan`."""
-        inside, alone, together = (self.bandwidth(links) for links in LINKS)
-        return Network(self.topology, inter=alone, intra=inside, column=together)
+        inside, alone, together, ring = (self.bandwidth(links) for links in LINKS)
+        if 1 in (
+            self.topology.group_size,
+            self.topology.num_groups,
+        ):  # one column is all columns, and the ring is one of the others
+            return Network(self.topology, inter=alone, intra=inside)
+        return Network(self.topology, inter=alone, intra=inside, column=together, ring=ring)
 
 
 def probe(
@@ -78,7 +82,7 @@ def probe(
     sizes: tuple[int, ...] = SIZES,
     show_progress: bool = True,
 ) -> Probe:
-    """Time gathers and reductions inside groups, in one column, and in all columns at once. Collective.
+    """Time gathers and reductions inside groups, in one column, in all columns, and over all ranks flat. Collective.
 
     Args:
         groups: The process groups.
@@ -88,18 +92,18 @@ def probe(
     """
     topology = groups.topology
     ladder = Ladder(groups, device)
+    ranks_of = _ranks_of(topology)
     cases = [
         (links, operation, size)
         for links in LINKS
         for operation in ("gather", "reduce")
         for size in sizes
-        if (topology.group_size if links == "inside" else topology.num_groups) > 1
-        and not (links == "between, all columns" and topology.group_size == 1)
+        if ranks_of[links] > 1
     ]
     samples: list[Sample] = []
     bar = track(cases, "measuring the network", disable=not show_progress or groups.rank > 0, transient=True)
     for links, operation, size in bar:
-        ranks = topology.group_size if links == "inside" else topology.num_groups
+        ranks = ranks_of[links]
         numel = -(-size // (4 * topology.world_size)) * topology.world_size
         before = [s for s in samples if (s.links, s.operation) == (links, operation)]
         if before and before[-1].seconds * 4 * numel / before[-1].nbytes > LONGEST_S:  # the same on all ranks
@@ -111,22 +115,31 @@ def probe(
     return Probe(topology, torch.device(device).type, tuple(samples))
 
 
+def _ranks_of(topology: Topology) -> dict[Links, int]:
+    """Ranks of a collective over each kind of links; 1 where there are none, or where another kind is the same."""
+    m, ng = topology.group_size, topology.num_groups
+    has_two_levels = m > 1 and ng > 1
+    return dict(zip(LINKS, (m, ng, ng if has_two_levels else 1, m * ng if has_two_levels else 1), strict=True))
+
+
 def _operation(ladder: Ladder, links: Links, operation: str, numel: int, device: torch.device) -> Callable[[], object]:
     """What a rank does for one measurement; nothing if the links are not its own."""
     topology, rank = ladder.groups.topology, ladder.groups.rank
     if links == "between, one column" and topology.coordinates(rank)[1] != 0:
         return lambda: None
+    role = "inter"
+    if links == "inside":
+        role = f"intra_{operation}"
+    elif links == "all, one flat ring":
+        role = "world"
     whole = torch.zeros(numel, device=device)
-    inside = links == "inside"
-    shard = torch.zeros(numel // (topology.group_size if inside else topology.num_groups), device=device)
+    shard = torch.zeros(numel // ladder.groups.role_size(role), device=device)
 
-    def run() -> None:
+    def steps() -> Steps:
+        yield role
         if operation == "gather":
-            steps = ladder.climb([shard], I if inside else G, [whole], N if inside else I)
-        elif inside:
-            steps = ladder.sum_inside([whole], [shard])
+            yield ladder.gather(role, [whole], [shard])
         else:
-            steps = ladder.sum_between([whole], G, whole.dtype, [])
-        ladder.lanes.start(steps, "measuring the network").wait()
+            yield from ladder.scatter(role, [shard], [whole])
 
-    return run
+    return lambda: ladder.lanes.start(steps(), "measuring the network").wait()

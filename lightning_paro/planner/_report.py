@@ -100,6 +100,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "intra_bytes_per_s": plan.network.intra,
             "nic": plan.network.nic,
             "column_bytes_per_s": plan.network.column,
+            "ring_bytes_per_s": plan.network.ring,
             "accumulate": workload.accumulate,
             "compute_s": workload.compute,
             "activation_bytes": workload.activations,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
@@ -78,7 +79,7 @@ class Backward:
         """The gradients of the outputs of a unit's call are there."""
         for earlier in list(self._reached):
             if not (earlier is unit or unit.is_inside(earlier) or earlier.is_inside(unit)):
-                self._pass(earlier)
+                self._pass(earlier, unit)
         if unit in self._reached:
             return
         self._reached.append(unit)
@@ -135,9 +136,9 @@ class Backward:
     def _is_taken(self, flat: Flat) -> bool:
         return flat in self._taking_part and flat not in self._queue
 
-    def _take(self, flat: Flat) -> None:
+    def _take(self, flat: Flat, follower: Flat | None = None) -> None:
         del self._queue[flat]
-        self._descent.add(flat, self._is_boundary, next(iter(self._queue), None))
+        self._descent.add(flat, self._is_boundary, follower or next(iter(self._queue), None))
 
     def _take_those_ready(self) -> None:
         while self._queue:
@@ -146,12 +147,15 @@ class Backward:
                 return
             self._take(flat)
 
-    def _pass(self, unit: Unit) -> None:
+    def _pass(self, unit: Unit, reached: Unit | None = None) -> None:
         self._reached.remove(unit)
         unit.leave()
-        for flat in unit.flats:
-            if flat in self._queue and not unit.is_kept:
-                self._take(flat)
+        if unit.is_kept:
+            return
+        coming = [flat for flat in (*unit.flats, *(reached.flats if reached else ())) if flat in self._queue]
+        for flat, follower in zip_longest(coming, coming[1:]):
+            if flat in unit.flats:
+                self._take(flat, follower)
 
 
 def _arrival(backward: weakref.ref[Backward], flat: weakref.ref[Flat], index: int) -> Callable[[Tensor], None]:

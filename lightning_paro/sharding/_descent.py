@@ -56,8 +56,7 @@ class Descent:
         if flat.partition.g is N and not is_boundary:
             flat.open |= flat.expected
             return
-        bucket = self._bucket
-        if flat in bucket:  # its module ran several times
+        if flat in self._bucket:  # its module ran several times
             return
         if not self._has_room_for(flat):
             self.flush(is_boundary)

@@ -29,7 +29,7 @@ from lightning_paro.planner import Measured, Network, Plan, Probe, Sample, State
 from tests.conformance.support import Net, Regressor, assert_equal, load, rank, samples, trainer, values
 from tests.distributed.pool import WORLD_SIZE, Pool, WorkerError
 
-INTRA, INTER, COLUMN = 4e9, 1e8, 5e7  # bytes per second
+INTRA, INTER, COLUMN, RING = 4e9, 1e8, 5e7, 2e8  # bytes per second
 GIVEN = {"compute": 0.0, "activations": 1e4}
 ROOMY = {"memory": 1e9}
 CHOICES = {1e9: "nng", 40_000: "nig", 35_000: "iig", 32_000: "igg", 29_000: "ggg"}
@@ -39,7 +39,7 @@ CHOICES = {1e9: "nng", 40_000: "nig", 35_000: "iig", 32_000: "igg", 29_000: "ggg
 @contextmanager
 def _network(cache: str, intra: float = INTRA, inter: float = INTER, column: float = COLUMN) -> Iterator[mock.Mock]:
     """What a probe would measure; the mock counts how often one did."""
-    links = {"inside": intra, "between, one column": inter, "between, all columns": column}
+    links = {"inside": intra, "between, one column": inter, "between, all columns": column, "all, one flat ring": RING}
     found = tuple(Sample(name, "gather", 2**20, 2**19 / speed, speed) for name, speed in links.items())
     with (
         mock.patch.dict(os.environ, {"XDG_CACHE_HOME": cache}),
@@ -85,7 +85,7 @@ def _by_hand(memory: float) -> Plan:
     net = _Deep().net
     total, block = (sum(parameter.numel() for parameter in part.parameters()) for part in (net, net.blocks[0]))
     workload = Workload(total, total, 2, 0.0, 1e4, total - 12 * block, block, StateBytes.of("32-true"), 0)
-    return make_plan(workload, Network(Topology(WORLD_SIZE, 2), INTER, INTRA, column=COLUMN), memory)
+    return make_plan(workload, Network(Topology(WORLD_SIZE, 2), INTER, INTRA, column=COLUMN, ring=RING), memory)
 
 
 @pytest.mark.parametrize("memory", CHOICES)

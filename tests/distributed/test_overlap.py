@@ -69,10 +69,10 @@ def test_neighbours_travel_together_and_two_buckets_at_most_are_whole(
         assert max(whole) <= min(2 * blocks_a_bucket + 1, BLOCKS), whole
 
 
-def _events_of_a_backward(partition: str, bucket_bytes: int) -> list[str]:
+def _events_of_a_backward(partition: str, bucket_bytes: int, model: nn.Module | None = None) -> list[str]:
     """Units whose gradients arrive, and what is started on the way down, in their order."""
     loop = Sharded(partition, bucket_bytes=bucket_bytes)
-    model = stack()
+    model = model or stack()
     loop.shard(model)
     loop.attach(adamw(model))
     events: list[str] = []
@@ -102,6 +102,30 @@ def test_a_bucket_leaves_before_the_gradients_that_have_no_room_in_it(pool: Pool
         for above in (5, 3):
             start = events.index(f"reducing the gradient of units 'blocks.{above}' to 'blocks.{above - 1}'")
             assert start < events.index(f"blocks.{above - 2}")
+
+
+class _WithSpare(Stack):
+    """The last block, a large one, has no part in the forward, so its gradient is awaited in vain."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Block(8, 8) for _ in range(BLOCKS)), Block(8, 100))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks[:-1]:
+            x = block(x)
+        return self.last(x)
+
+
+def _sums_with_a_spare(partition: str) -> list[str]:
+    return [what for what in _events_of_a_backward(partition, 2 * BLOCK_BYTES, _WithSpare().double()) if "'" in what]
+
+
+@pytest.mark.parametrize("partition", ["iig", "ggg"])
+def test_what_is_awaited_in_vain_does_not_split_buckets(pool: Pool, partition: str) -> None:
+    for events in pool.run(_sums_with_a_spare, partition):
+        for above in (5, 3):
+            assert f"reducing the gradient of units 'blocks.{above}' to 'blocks.{above - 1}'" in events, events
 
 
 def _sums_left_under_way(partition: str) -> list[list[int]]:
