@@ -111,7 +111,7 @@ class Lanes:
         self.groups = groups
         self.is_async = device.type != "cuda"
         """Whether collectives in a task hand out a ``Work``; on a lane of its own a blocking call blocks that lane."""
-        self._device = device
+        self._device = device.index
         # a kernel of high priority does not wait until all of a long computation has found its place on the device
         self._streams = {} if self.is_async else {role: torch.cuda.Stream(device, priority=-1) for role in ROLES}
 

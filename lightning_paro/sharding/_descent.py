@@ -117,6 +117,8 @@ class Descent:
         legs = [_Leg(flat, is_boundary, self._ladder) for flat in flats]
         names = names_of(flats)
         wholes, parts = [leg.whole for leg in legs], [leg.part for leg in legs]
+        if flats[0].partition.g is not N:  # by one launch; what was accumulated whole has its scale
+            torch._foreach_mul_(wholes, 1 / self._ladder.groups.topology.world_size)
         inside = lanes.start(self._sum_inside(legs), f"reducing the gradient of {names}", (*wholes, *parts))
         self._inside.append(inside)
         if is_boundary or flats[0].partition.g is G:

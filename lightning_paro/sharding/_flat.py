@@ -87,9 +87,10 @@ class Flat(FlatValues):
             self.pending -= 1
 
     def take_gradients(self) -> None:
-        """Bring what autograd left on the parameters, divided by the number of ranks, to where it is summed from.
+        """Bring what autograd left on the parameters to where it is summed from.
 
-        That is the accumulator if gradients are whole on every rank (g=N), and a staging buffer otherwise.
+        That is the accumulator if gradients are whole on every rank (g=N), which holds them divided by the number of
+        ranks, and a staging buffer otherwise.
         """
         with _not_asked():  # their unit may be released by now
             taken = {index: _taken(self.shown.parameters[index]) for index in sorted(self._arrived)}
@@ -98,7 +99,7 @@ class Flat(FlatValues):
         self._arrived.clear()
         with torch.no_grad():
             if self.partition.g is not N:
-                staged = self._staged(gradients, self.wire_dtype).mul_(self._scale)
+                staged = self._staged(gradients, self.wire_dtype)
                 self.staging = staged if self.staging is None else self.staging.add_(staged)
             elif gradients:
                 if self.accumulator is None:
@@ -108,7 +109,8 @@ class Flat(FlatValues):
     def take_addend(self) -> Tensor:
         """What goes down from here, whole and in the dtype in which it travels inside a group; it may be overwritten.
 
-        That is this micro-batch's own gradient, or all that has been accumulated if that is whole (g=N).
+        That is this micro-batch's own gradient, or all that has been accumulated if that is whole (g=N), which is
+        divided by the number of ranks already.
         """
         if self.partition.g is not N:
             addend, self.staging = self.staging, None
