@@ -77,14 +77,11 @@ class OptimizerShards:
         for flat, index in self.members():
             by_flat.setdefault(id(flat), (flat, []))[1].append(index)
         for flat, indices in by_flat.values():
-            shown = set(indices) & flat.used
-            flat.clear(indices)
-            if not set_to_none and shown:
-                if flat.gradient is None:
-                    size = flat.master.numel()
-                    flat.gradient = torch.zeros(size, dtype=flat.master_dtype, device=flat.device)
-                flat.used |= shown
-                flat.show()
+            if set_to_none:
+                flat.clear(indices)
+            else:
+                flat.drop_removed()
+                flat.zero(indices)
 
     def before_update(self) -> None:
         """Just before the optimizer reads its gradients: refuse what would be silently wrong."""

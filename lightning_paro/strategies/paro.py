@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -28,6 +27,7 @@ from lightning_paro.strategies._auto import AutoPartition
 from lightning_paro.strategies._callbacks import with_parameters
 from lightning_paro.strategies._checks import check_placement, check_state_dict, check_trainer
 from lightning_paro.strategies._failure import FailureWatch
+from lightning_paro.strategies._live import engine_of, forget, keep
 from lightning_paro.strategies._lockstep import Lockstep
 from lightning_paro.strategies._materialize import has_meta_tensors, materialize
 from lightning_paro.strategies._processes import ProcessesStrategy, one_of
@@ -36,9 +36,6 @@ from lightning_paro.strategies.precision import adopt, policy_for
 from lightning_paro.topology import Partition, Topology
 
 __all__ = ["ParoStrategy"]
-
-_live: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
-"""Engines by the module they shard, so that a module left sharded by a failed run can be picked up again."""
 
 
 class ParoStrategy(ProcessesStrategy):
@@ -248,7 +245,7 @@ class ParoStrategy(ProcessesStrategy):
         check_trainer(trainer, module)
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn is TrainerFn.FITTING
-        stale = _live.pop(module, None)
+        stale = forget(module)
         if stale is not None:
             stale.close()
         materialize(module, initialize=self.global_rank == 0 or self._auto is not None)
@@ -271,7 +268,7 @@ class ParoStrategy(ProcessesStrategy):
             device=self.root_device,
             nonfinite=self._nonfinite,
         )
-        _live[module] = self._engine
+        keep(module, self._engine)
         lockstep = Lockstep(self._engine, self.on_exception)
         trainer.callbacks.insert(0, lockstep)  # type: ignore[attr-defined]
         self._undo.append(lambda: trainer.callbacks.remove(lockstep))  # type: ignore[attr-defined]
@@ -301,12 +298,12 @@ class ParoStrategy(ProcessesStrategy):
         if self._watch is not None:
             self._watch.stop()
         module = self.lightning_module
-        if self._engine is not None and module is not None and module in _live:
+        if self._engine is not None and module is not None and engine_of(module) is not None:
             if self._failed:  # the other ranks may be gone: no collective
                 self._engine.abandon()
             else:
                 self._engine.close()
-                del _live[module]
+                forget(module)
         while self._undo:
             self._undo.pop()()
         fitting = module is not None and module._trainer is not None and module.trainer.state.fn is TrainerFn.FITTING
@@ -376,7 +373,7 @@ class ParoStrategy(ProcessesStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model's state on rank 0, on the host, in the dtype of a single process; empty elsewhere."""
         assert self.lightning_module is not None
-        if self.lightning_module not in _live:
+        if engine_of(self.lightning_module) is None:
             return self.lightning_module.state_dict() if self.is_global_zero else {}
         with self.engine.lent_to_rank_zero() as here:
             return self.lightning_module.state_dict() if here else {}
@@ -399,9 +396,10 @@ class ParoStrategy(ProcessesStrategy):
         assert module is not None
         if self._auto is not None:
             self._auto.restore(checkpoint)
-        engine = _live.get(module)
+        engine = engine_of(module)
         if engine is not None and (engine is not self._engine or self._failed):  # of a run that failed
-            _live.pop(module).close()
+            forget(module)
+            engine.close()
             engine = None
         if has_meta_tensors(module):
             materialize(module, initialize=True)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 
+from lightning_paro.strategies._live import engine_of, forget, keep
 from tests.conformance.support import Regressor, assert_close, load, trainer, values
 from tests.distributed.pool import Pool
 
@@ -139,3 +144,31 @@ def _loaded_after_a_failure(strategy: str, root: str) -> dict[str, Any]:
 @pytest.mark.parametrize("partition", ["nng", "iig"])
 def test_a_checkpoint_is_loaded_into_a_module_whose_last_run_failed(pool: Pool, tmp_path: Path, partition: str) -> None:
     pool.run(_loaded_after_a_failure, partition, str(tmp_path))
+
+
+def _left_of_failed_runs(strategy: str, root: str) -> int:
+    """Modules that are still there after their runs have failed, and nobody knows them any more."""
+    left = []
+    for _ in range(2):
+        module = _Failing("sgd")
+        with pytest.raises(ValueError, match="on every rank"):
+            trainer(strategy, root, precision="64-true").fit(module)
+        left.append(weakref.ref(module))
+        del module
+    gc.collect()
+    return sum(reference() is not None for reference in left)
+
+
+@pytest.mark.parametrize("partition", ["nng", "iig"])
+def test_a_module_whose_run_failed_is_freed(pool: Pool, tmp_path: Path, partition: str) -> None:
+    assert pool.run(_left_of_failed_runs, partition, str(tmp_path)) == [0] * 4
+
+
+def test_a_copy_of_a_sharded_module_is_not_known_to_be_sharded() -> None:
+    module, engine = Regressor("sgd"), mock.Mock()
+    engine.module = module
+    keep(module, engine)
+    assert engine_of(module) is engine
+    assert engine_of(copy.copy(module)) is engine_of(copy.deepcopy(module)) is None
+    assert forget(module) is engine
+    assert engine_of(module) is forget(module) is None

@@ -8,7 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.loops import P_WHOLE, Alone, Block, Sharded, Stack, accumulate, adamw, assert_as_alone, share
+from tests.distributed.loops import (
+    ALL,
+    P_WHOLE,
+    Alone,
+    Block,
+    Sharded,
+    Stack,
+    accumulate,
+    adamw,
+    assert_as_alone,
+    share,
+)  # fmt: skip
 from tests.distributed.pool import Pool
 
 
@@ -113,6 +124,24 @@ def _zeroed_not_forgotten(loop: Alone) -> nn.Module:
 
 def test_gradients_set_to_zero_decay_parameters_as_in_one_process(pool: Pool, few: tuple[str, ...]) -> None:
     assert_as_alone(pool, _zeroed_not_forgotten, few)
+
+
+def _zeroed_in_mid_window(loop: Alone) -> nn.Module:
+    """The first micro-batch alone uses a branch; its gradient is zero by the step, and not None."""
+    model = loop.shard(Selective())
+    optimizer = loop.attach(adamw(model))
+    for micro, branches in enumerate([(0,), ()]):
+        with loop.step():
+            mean = loop.mean(lambda rank, m=micro, b=branches: model(share(0, rank, m), branches=b).square().mean())
+        loop.backward(mean, sync=micro == 1)
+        if micro == 0:
+            optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+    return model
+
+
+def test_gradients_set_to_zero_between_micro_batches_are_not_forgotten(pool: Pool) -> None:
+    assert_as_alone(pool, _zeroed_in_mid_window, ALL)
 
 
 def _requires_grad_toggled(loop: Alone) -> nn.Module:
