@@ -54,6 +54,11 @@ class Ascent:
         self._waits_alone = not (ladder.lanes.is_async and has_two_legs)
         """Whether a rank may wait for an update by itself: on the host the second leg is issued by who waits."""
 
+    @property
+    def is_first(self) -> bool:
+        """Whether no step before this one says what it needs."""
+        return not self._last
+
     def step_begin(self) -> None:
         """Start of a step: what the last one needed is what this one will."""
         self.forget()

@@ -144,8 +144,13 @@ class Engine:
         Args:
             backward_follows: Whether a backward will still come (automatic optimization); the rest then stays whole
                 until that is over.
+
+        Raises:
+            RuntimeError: On all ranks, if ranks needed different units in the first step.
         """
         self.is_in_step = False
+        if self._ascent.is_first and self.partition.p is not Granularity.N:
+            self.accord.compare_paths()  # later steps compare where they leave the path of the one before
         if not backward_follows:
             for unit in self.units:
                 if unit.is_kept:
