@@ -68,12 +68,9 @@ class Probe:
     def network(self) -> Network:
         """The measured network, for :func:`make_plan`."""
         inside, alone, together, ring = (self.bandwidth(links) for links in LINKS)
-        if 1 in (
-            self.topology.group_size,
-            self.topology.num_groups,
-        ):  # one column is all columns, and the ring is one of the others
-            return Network(self.topology, inter=alone, intra=inside)
-        return Network(self.topology, inter=alone, intra=inside, column=together, ring=ring)
+        if self.topology.group_size > 1 and self.topology.num_groups > 1:
+            return Network(self.topology, inter=alone, intra=inside, column=together, ring=ring)
+        return Network(self.topology, inter=alone, intra=inside)  # all columns are the one, and the ring is known
 
 
 def probe(

@@ -97,6 +97,7 @@ class Engine:
         check_same_model(agree(groups, "describing the model", describe))
 
         ladder = Ladder(groups, self.device, self.traffic)
+        self._descent = Descent(ladder, bucket_bytes)
         self.units: list[Unit] = []
         for spec in specs:
             kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
@@ -106,13 +107,12 @@ class Engine:
                 Flat(spec.name, parameters, self.partition, self.policy, ladder, self.device)
                 for parameters in kinds.values()
             ]
-            hooks = (self._on_forward, self._on_need, self._on_reach, self._keeps)
+            hooks = (self._descent.catch_up, self._on_need, self._on_reach, self._keeps)
             self.units.append(Unit(len(self.units), spec.name, spec.module, flats, *hooks))
         self._rest = [unit for unit, spec in zip(self.units, specs, strict=True) if spec.module is None]
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.accord = Accord([unit.name for unit in self.units], self.partition, groups, self.traffic)
         self._ascent = Ascent(self.units, ladder, bucket_bytes, self.accord)
-        self._descent = Descent(ladder, bucket_bytes)
         self._backward = Backward(self.units, self._descent)
         self.where: dict[int, tuple[Flat, int]] = {
             id(slot.parameter): (flat, index) for flat in self.flats for index, slot in enumerate(flat.slots)
@@ -395,9 +395,6 @@ class Engine:
             shards.detach()
 
     # ---- inside ---------------------------------------------------------------------------------------------
-
-    def _on_forward(self) -> None:
-        self._descent.catch_up()
 
     def _on_need(self, unit: Unit) -> None:
         if not self.evaluation.is_running:
