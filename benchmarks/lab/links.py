@@ -10,5 +10,4 @@ __all__ = ["measure"]
 
 def measure(rank: Rank) -> dict[str, float | None]:
     """Bytes per second between hosts for one column, inside a host, for all columns at once, and in a flat ring."""
-    network = probe(rank.groups, rank.device, show_progress=False).network()
-    return {name: getattr(network, name) for name in ("inter", "intra", "column", "ring")}
+    return probe(rank.groups, rank.device, show_progress=False).network().bandwidths

@@ -53,8 +53,7 @@ def probe(
     console = Console()
     console.print(planner.probe_table(measured))
     options = [f"--world {fabric.world_size} --group {size}"]
-    for name in ("inter", "intra", "column", "ring"):
-        bandwidth = getattr(network, name)
+    for name, bandwidth in network.bandwidths.items():
         if bandwidth is not None and bandwidth != float("inf"):
             options.append(f"--{name} {bandwidth / GIGABIT:.4g}")
     console.print(f"For the plan: lightning-paro plan {' '.join(options)} ...", soft_wrap=True)

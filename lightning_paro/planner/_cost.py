@@ -105,12 +105,16 @@ class Network:
     ring: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("inter", "intra", "column", "ring"):
-            value = getattr(self, name)
+        for name, value in self.bandwidths.items():
             if value is not None and not value > 0:
                 raise ValueError(f"the bandwidth {name} must be positive, got {value}. HINT: give bytes per second.")
         if self.nic not in ("host", "gpu"):
             raise ValueError(f"nic={self.nic!r} is not understood: expected 'host' or 'gpu'.")
+
+    @property
+    def bandwidths(self) -> dict[str, float | None]:
+        """Bytes per second by name; None where what was given stands in for it."""
+        return {"inter": self.inter, "intra": self.intra, "column": self.column, "ring": self.ring}
 
     def inside(self, nbytes: float) -> float:
         """Seconds to gather or reduce a tensor of ``nbytes`` over a group."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from rich.progress import track
 
 from lightning_paro.collectives import Ladder, ProcessGroups, slowest
-from lightning_paro.collectives._lanes import Steps
 from lightning_paro.planner._cost import Network
 from lightning_paro.topology import Topology
 
@@ -67,10 +66,9 @@ class Probe:
 
     def network(self) -> Network:
         """The measured network, for :func:`make_plan`."""
-        inside, alone, together, ring = (self.bandwidth(links) for links in LINKS)
-        if self.topology.group_size > 1 and self.topology.num_groups > 1:
-            return Network(self.topology, inter=alone, intra=inside, column=together, ring=ring)
-        return Network(self.topology, inter=alone, intra=inside)  # all columns are the one, and the ring is known
+        inside, alone, *others = (self.bandwidth(links) for links in LINKS)
+        together, ring = (None if speed == float("inf") else speed for speed in others)  # not links of their own
+        return Network(self.topology, inter=alone, intra=inside, column=together, ring=ring)
 
 
 def probe(
@@ -115,8 +113,8 @@ def probe(
 def _ranks_of(topology: Topology) -> dict[Links, int]:
     """Ranks of a collective over each kind of links; 1 where there are none, or where another kind is the same."""
     m, ng = topology.group_size, topology.num_groups
-    has_two_levels = m > 1 and ng > 1
-    return dict(zip(LINKS, (m, ng, ng if has_two_levels else 1, m * ng if has_two_levels else 1), strict=True))
+    columns, ring = (ng, m * ng) if m > 1 and ng > 1 else (1, 1)
+    return {"inside": m, "between, one column": ng, "between, all columns": columns, "all, one flat ring": ring}
 
 
 def _operation(ladder: Ladder, links: Links, operation: str, numel: int, device: torch.device) -> Callable[[], object]:
@@ -132,7 +130,7 @@ def _operation(ladder: Ladder, links: Links, operation: str, numel: int, device:
     whole = torch.zeros(numel, device=device)
     shard = torch.zeros(numel // ladder.groups.role_size(role), device=device)
 
-    def steps() -> Steps:
+    def steps() -> Iterator[Any]:
         yield role
         if operation == "gather":
             yield ladder.gather(role, [whole], [shard])

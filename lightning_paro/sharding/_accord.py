@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_paro.collectives import ProcessGroups, Traffic
-from lightning_paro.sharding._consensus import MEETING_BYTES, ROOM, agree, different_paths, maximum
+from lightning_paro.sharding._consensus import agree, different_paths, maximum
 from lightning_paro.sharding._flat import Flat
 from lightning_paro.topology import Partition
 
@@ -78,5 +78,4 @@ class Accord:
 
     def maximum(self, mine: Tensor, what: str, in_step: bool = False) -> Tensor:
         """The elementwise maximum of an integer host tensor over all ranks, in place, counted as control traffic."""
-        self._traffic.control += mine.nbytes if in_step else MEETING_BYTES + (mine.nbytes if mine.numel() > ROOM else 0)
-        return maximum(self._groups, mine, what, in_step)
+        return maximum(self._groups, mine, what, in_step, self._traffic)

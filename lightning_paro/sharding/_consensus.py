@@ -11,18 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_paro.collectives import ProcessGroups
+from lightning_paro.collectives import ProcessGroups, Traffic
 from lightning_paro.topology import Partition
 
-__all__ = ["MEETING_BYTES", "ROOM", "agree", "check_same_model", "describe_model", "different_paths", "maximum", "meet"]
+__all__ = ["agree", "check_same_model", "describe_model", "different_paths", "maximum", "meet"]
 
 T = TypeVar("T")
 
-ROOM = 6
+_ROOM = 6
 """How many integers :func:`meet` carries: every meeting has one size, whoever comes for what."""
 
-MEETING_BYTES = 8 * (2 + ROOM)
-"""What :func:`meet` exchanges."""
+_MEETING_BYTES = 8 * (2 + _ROOM)
 
 
 def meet(groups: ProcessGroups, what: str, values: Tensor | None = None) -> None:
@@ -31,7 +30,7 @@ def meet(groups: ProcessGroups, what: str, values: Tensor | None = None) -> None
     Args:
         groups: The process groups.
         what: What for.
-        values: Up to :data:`ROOM` integers on the host, which become their elementwise maximum over all ranks.
+        values: Up to six integers on the host, which become their elementwise maximum over all ranks.
 
     Raises:
         RuntimeError: If they did not; on all ranks.
@@ -39,7 +38,7 @@ def meet(groups: ProcessGroups, what: str, values: Tensor | None = None) -> None
     if groups.control is None:
         return
     code = zlib.crc32(what.encode())  # the same in every process
-    message = torch.zeros(2 + ROOM, dtype=torch.int64)
+    message = torch.zeros(2 + _ROOM, dtype=torch.int64)
     message[:2] = torch.tensor([code, -code])
     brought = message[2 : 2 + (0 if values is None else values.numel())]
     if values is not None:
@@ -96,18 +95,22 @@ def agree(groups: ProcessGroups, what: str, make: Callable[[], T]) -> list[T]:
     return [result for _, result in everyone]
 
 
-def maximum(groups: ProcessGroups, values: Tensor, what: str, in_step: bool = False) -> Tensor:
+def maximum(
+    groups: ProcessGroups, values: Tensor, what: str, in_step: bool = False, traffic: Traffic | None = None
+) -> Tensor:
     """The elementwise maximum of an integer host tensor over all ranks, in place; ``what`` says what it is for.
 
-    ``in_step`` if ranks are known to come here together, so that nothing has to be compared first.
+    ``in_step`` if ranks are known to come here together, so that nothing has to be compared first; ``traffic`` counts
+    the bytes that a rank brings.
     """
-    if values.numel() <= ROOM and not in_step:
-        meet(groups, what, values)
-    elif groups.control is not None:
-        if not in_step:
-            meet(groups, what)
+    rides_along = values.numel() <= _ROOM and not in_step
+    if not in_step:
+        meet(groups, what, values if rides_along else None)
+    if groups.control is not None and not rides_along:
         with groups.progress.enter(what):
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=groups.control)
+    if traffic is not None:
+        traffic.control += (0 if in_step else _MEETING_BYTES) + (0 if rides_along else values.nbytes)
     return values
 
 

@@ -118,7 +118,7 @@ class Descent:
         names = names_of(flats)
         wholes, parts = [leg.whole for leg in legs], [leg.part for leg in legs]
         if flats[0].partition.g is not N:  # by one launch; what was accumulated whole has its scale
-            torch._foreach_mul_(wholes, 1 / self._ladder.groups.topology.world_size)
+            torch._foreach_mul_(wholes, flats[0].scale)
         inside = lanes.start(self._sum_inside(legs), f"reducing the gradient of {names}", (*wholes, *parts))
         self._inside.append(inside)
         if is_boundary or flats[0].partition.g is G:

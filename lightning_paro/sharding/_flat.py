@@ -29,7 +29,7 @@ class Flat(FlatValues):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._scale = 1.0 / self.ladder.groups.topology.world_size
+        self.scale = 1.0 / self.ladder.groups.topology.world_size
         self.staging: Tensor | None = None  # this micro-batch's own gradient, whole
         self.summing: Task | None = None  # to the accumulator, since the last backward
         self._accumulator: Tensor | None = None
@@ -104,7 +104,7 @@ class Flat(FlatValues):
             elif gradients:
                 if self.accumulator is None:
                     self.accumulator = torch.zeros(self.numel, dtype=self.accumulator_dtype, device=self.device)
-                self.accumulator.add_(self._staged(gradients, self.dtype), alpha=self._scale)
+                self.accumulator.add_(self._staged(gradients, self.dtype), alpha=self.scale)
 
     def take_addend(self) -> Tensor:
         """What goes down from here, whole and in the dtype in which it travels inside a group; it may be overwritten.

@@ -19,7 +19,7 @@ from tests.distributed.loops import (
     adamw,
     assert_as_alone,
     share,
-)  # fmt: skip
+)
 from tests.distributed.pool import Pool
 
 
