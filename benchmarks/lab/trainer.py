@@ -23,15 +23,21 @@ __all__ = ["measure"]
 
 
 class Module(LightningModule):
-    def __init__(self, model: torch.nn.Module) -> None:
+    """A language model; ``clips`` by itself under DDP, where Lightning refuses to for a fused optimizer."""
+
+    def __init__(self, model: torch.nn.Module, clips: bool) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._clips = model, clips
 
     def training_step(self, batch: Tensor) -> Tensor:
         return loss_of(self.model, batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return adamw(self.parameters())
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._clips:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), CLIP)
 
 
 class Stopwatch(Callback):
@@ -68,24 +74,22 @@ def measure(
     """As :func:`benchmarks.lab.train.measure`, by a Trainer of ``strategy`` in bf16-mixed (fp32 on a CPU)."""
     before = rank.clean()
     started = time.perf_counter()
-    size = rank.topology.group_size
-    chosen: Any = (
-        DDPStrategy(gradient_as_bucket_view=True) if strategy == "ddp" else ParoStrategy(strategy, group_size=size)
-    )
+    size, is_ddp = rank.topology.group_size, strategy == "ddp"
+    chosen: Any = DDPStrategy(gradient_as_bucket_view=True) if is_ddp else ParoStrategy(strategy, group_size=size)
     watch = Stopwatch(rank, warmup, accumulate)
     batches = tokens(model, rank.rank, accumulate, torch.device("cpu")) * (warmup + measured)
     trainer = Trainer(
         strategy=chosen, plugins=[TorchElasticEnvironment()], precision="bf16-mixed" if rank.on_gpu else "32-true",
         accelerator="gpu" if rank.on_gpu else "cpu", devices=size, num_nodes=rank.topology.num_groups, max_epochs=1,
-        accumulate_grad_batches=accumulate, gradient_clip_val=CLIP, callbacks=[watch], logger=False,
+        accumulate_grad_batches=accumulate, gradient_clip_val=None if is_ddp else CLIP, callbacks=[watch], logger=False,
         use_distributed_sampler=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
     )  # fmt: skip
-    trainer.fit(Module(build(model, rank.device)), DataLoader(batches, batch_size=None))
+    trainer.fit(Module(build(model, rank.device), is_ddp), DataLoader(batches, batch_size=None))
     losses = [float(loss) for loss in watch.losses]
     result = {
         "seconds": watch.clock.seconds(), "peak_bytes": watch.peak, "before_bytes": before, "first_loss": losses[0],
-        "loss": losses[-1], "accumulator": "fp32, N" if strategy == "ddp" else f"fp32, {chosen.partition.g.name}",
+        "loss": losses[-1], "accumulator": "fp32, N" if is_ddp else f"fp32, {chosen.partition.g.name}",
     }  # fmt: skip
     del trainer, chosen, watch
     gc.collect()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -64,6 +65,18 @@ class _Half(_Sharded, HalfPrecision):
 
 class _Mixed(_Sharded, MixedPrecision):
     """Lightning files a plugin's state under the name of its class: here that of its own, as other strategies do."""
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip. Lightning refuses fused optimizers, which unscale in their step; without a scaler nothing is scaled."""
+        if self.scaler is None:
+            Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+        else:
+            super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if type(self).__qualname__ in checkpoint:

@@ -91,6 +91,34 @@ def test_a_precision_by_name(pool: Pool, tmp_path: Path, precision: str) -> None
     torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=0)
 
 
+class Clipped(Regressor):
+    """SGD, which a scale of the gradients matters to; fused, but for the oracle: there Lightning refuses to clip."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.losses = [*getattr(self, "losses", []), self.loss(batch)]
+        return self.losses[-1]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.5, fused=self.trainer.world_size > 1)
+
+
+def _fit_clipped(strategy: str, root: str, limit: float) -> Tensor:
+    module = Clipped()
+    trainer(strategy, root, precision="bf16-mixed", max_epochs=2, gradient_clip_val=limit).fit(module)
+    losses = torch.stack(module.losses).detach()
+    if strategy != "one":
+        torch.distributed.all_reduce(losses)
+        losses /= 4
+    return losses
+
+
+def test_a_fused_optimizer_is_clipped_where_there_is_no_scaler(pool: Pool, tmp_path: Path) -> None:
+    mine, *_ = pool.run(_fit_clipped, "iig", str(tmp_path), 0.1)
+    oracle, free = (_fit_clipped("one", str(tmp_path), limit) for limit in (0.1, 100.0))
+    torch.testing.assert_close(mine, oracle, rtol=2e-2, atol=0)
+    assert (free - oracle).abs().max() > 0.1 * oracle.max(), "the limit does not matter"
+
+
 def test_a_plugin_of_the_users(pool: Pool, tmp_path: Path) -> None:
     for result in pool.run(_fit, "nig", str(tmp_path), plugins=[MixedPrecision("bf16-mixed", "cpu")]):
         assert result["seen"] == {SEEN["bf16-mixed"][:3]}
