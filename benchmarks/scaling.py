@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -22,30 +21,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.lab import namespaces
 from benchmarks.lab.cluster import Cluster
-from benchmarks.lab.models import MODELS, block_numel, build, stack_of
+from benchmarks.lab.guideline import BLOCKS, workload
+from benchmarks.lab.models import MODELS
 from benchmarks.lab.report import result, save
 from benchmarks.lab.schedule import Job, Race, Record
-from lightning_paro.planner import Cost, Network, StateBytes, Workload, cost
+from lightning_paro.planner import Cost, Network, Workload, cost
 from lightning_paro.topology import Partition, Topology
 
 NAMES = ("paro_nig", "paro_iig", "paro_ggg", "fsdp_full")
 SIZES = ["gpt2-small", "gpt2-medium", "gpt2-large"]
 CPU_SIZES = ["cpu-gpt2-small", "cpu-gpt2", "cpu-gpt2-large"]
 COUNTS = [1, 2, 4, 8, 16]
-BLOCKS = 4
-"""Blocks a launch or unit, of all contestants."""
-
-
-def workload(model: str, accumulate: int, compute: float, precision: str) -> Workload:
-    """What the planner is told about a model."""
-    built = build(model, torch.device("meta"))
-    parent, name = stack_of(built)
-    total, block = sum(parameter.numel() for parameter in built.parameters()), block_numel(built)
-    rest = total - len(getattr(parent, name)) * block
-    sizes = StateBytes.of(precision)
-    return Workload(
-        total, accumulate=accumulate, compute=compute, rest=rest, largest_unit=BLOCKS * block, sizes=sizes
-    )  # fmt: skip
 
 
 def predicted(contestant: str, work: Workload, network: Network) -> Cost:

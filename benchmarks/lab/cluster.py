@@ -186,7 +186,10 @@ class Cluster:
 
 def described(cluster: Cluster) -> dict[str, Any]:
     """What the ranks run on, and what lies between them, as it stands in every JSON."""
-    tuned = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")]
+    settings = {
+        name: value for name, value in os.environ.items() if name.startswith("NCCL_") and name != "NCCL_VERSION"
+    }
+    tuned = [f"{name}={settings[name]}" for name in sorted(settings)]
     return cluster.call("benchmarks.lab.rank:describe")[0] | {
         "hosts": cluster.hosts, "ranks_per_host": cluster.per_host, "gpus": cluster.gpus,
         "network": ", ".join([cluster.network, *tuned]),

@@ -11,7 +11,9 @@ from typing import Any
 
 from benchmarks.lab.contestants import partitions
 
-__all__ = ["digest", "draw_collectives", "draw_phases", "draw_scaling", "draw_table"]
+__all__ = [
+    "digest", "draw_collectives", "draw_guideline", "draw_one_sided", "draw_phases", "draw_scaling", "draw_table",
+]  # fmt: skip
 
 MIB, GIB = 2**20, 2**30
 
@@ -103,6 +105,37 @@ def draw_scaling(report: dict[str, Any], path: Path) -> None:
             axis.set_ylim(bottom=0)
             axis.set_title(title, fontsize=10)
         axes[0].legend(fontsize=8)
+
+
+def draw_guideline(report: dict[str, Any], path: Path) -> None:
+    """Measured step time of every partition, and what was predicted for it, a panel for each setting."""
+    with _figure(report, path, len(report["settings"]), 4.2) as axes:
+        for axis, setting in zip(axes, report["settings"], strict=True):
+            rows = setting["rows"][::-1]
+            names = [row["partition"] for row in rows]
+            axis.barh(names, [row["measured_s"] for row in rows], color="tab:orange", label="measured")
+            axis.scatter([row["predicted_s"] for row in rows], names, s=16, color="black", zorder=2, label="predicted")
+            axis.set_xlabel("seconds a step")
+            axis.set_title(f"{setting['model']}, s={setting['accumulate']}", fontsize=10)
+            axis.margins(y=0.01)
+            axis.legend(fontsize=8)
+
+
+def draw_one_sided(report: dict[str, Any], path: Path) -> None:
+    """How much longer a computation takes beside gathers of each kind, against their size."""
+    with _figure(report, path, len(report["setups"]), 3.4) as axes:
+        for axis, part in zip(axes, report["setups"], strict=True):
+            rows, setup = part["rows"], part["setup"]
+            sizes = [row["mebibytes"] for row in rows]
+            for way in ("collective", "copies"):
+                longer = [row[way]["beside_s"] / row["computation_s"] for row in rows]
+                axis.plot(sizes, longer, marker="o", label=way)
+            axis.axhline(1, color="0.6", linewidth=1)
+            axis.set_xscale("log", base=2)
+            axis.set_xlabel("MiB a gather")
+            axis.set_ylabel("computation beside gathers, of alone")
+            axis.set_title(f"{setup['hosts'] * setup['ranks_per_host'] // setup['gpus']} ranks a GPU", fontsize=10)
+            axis.legend(fontsize=8)
 
 
 def draw_phases(report: dict[str, Any], path: Path) -> None:

@@ -17,12 +17,13 @@ from benchmarks.lab import namespaces
 from benchmarks.lab.bars import SETTINGS, even_bars, uneven_bars
 from benchmarks.lab.cluster import Cluster, RankFailed, gpus_of_host
 from benchmarks.lab.contestants import CONTESTANTS, partitions
+from benchmarks.lab.guideline import workload
 from benchmarks.lab.models import build
 from benchmarks.lab.report import make_report, read
 from benchmarks.lab.rows import rows_of
 from benchmarks.lab.schedule import Job, Race, Record, repeats, scouting
 from benchmarks.lab.tracing import by_phase
-from benchmarks.scaling import compare, workload
+from benchmarks.scaling import compare
 from lightning_paro.planner import Network, cost
 from lightning_paro.topology import Partition, Topology
 

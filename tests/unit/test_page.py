@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.lab.contestants import CONTESTANTS
+from benchmarks.lab.guideline import compare
 from benchmarks.lab.moves import OPERATIONS
 from benchmarks.lab.page import pictures, render
 from benchmarks.lab.pictures import digest
@@ -70,7 +71,8 @@ def test_bars_say_by_how_much() -> None:
     assert "| best PaRO, times as fast as FSDP FULL_SHARD | ≥ 5.5 | 5.867 | reached by 6.7 % |" in text
     assert "| best PaRO, times as fast as the best HSDP | ≥ 2.0 | 1.600 | **missed** by 20 % |" in text
     assert "| paro_iig, memory of fully_shard 2-D | ≤ 0.93 | 0.923 | reached by 0.7 % |" in text
-    assert "| paro_ggg, memory of FSDP FULL_SHARD | ≤ 0.82 |  | not measured |" in text
+    assert "| paro_ggg, memory of" not in text
+    assert "* gpt2-medium, s = 8, 2 hosts on 2 GPUs, bar: paro_ggg, memory of FSDP FULL_SHARD.\n" in text
 
 
 def test_a_bar_beyond_floor_and_legs_is_named_and_one_before_them_is_not() -> None:
@@ -96,16 +98,30 @@ def test_a_time_that_varies_within_the_run_is_named() -> None:
     assert "* More than 10 % apart: fsdp_full 3.000 s in the scouting, 4.400 s in the repeats.\n" in text
 
 
+def not_run(text: str, setting: str) -> list[str]:
+    (line,) = (line for line in text.splitlines() if line.startswith(f"* {setting}, not run: "))
+    return line.split("not run: ")[1].rstrip(".").split(", ")
+
+
 def test_what_was_not_measured_is_named() -> None:
     failed = record("ddp", 0.0, status="out of memory")
     text = part("uneven", race([*uneven(), failed]))
-    assert "* Not measured: gpt2-medium s=8 ddp (repeat 1): out of memory.\n" in text
-    (line,) = (line for line in text.splitlines() if line.startswith("* Not run:"))
-    names = line.removeprefix("* Not run: ").rstrip(".").split(", ")
-    assert sorted([*names, *TIMES, "ddp"]) == sorted(CONTESTANTS)
-    yet = "Settings that have bars and were not measured yet: gpt2-medium, s = 8, 4 hosts on 2 GPUs; "
-    assert yet in text
-    assert "2 hosts on 2 GPUs" not in text.split(yet)[1]
+    assert "* gpt2-medium s=8 ddp (repeat 1): out of memory.\n" in text
+    absent = not_run(text, "gpt2-medium, s = 8, 2 hosts on 2 GPUs")
+    assert sorted([*absent, *TIMES, "ddp"]) == sorted(CONTESTANTS)
+    assert "* gpt2-medium, s = 8, 4 hosts on 2 GPUs, which has bars.\n" in text
+    assert "2 hosts on 2 GPUs, which" not in text
+
+
+def test_what_one_run_left_out_and_another_has_is_not_missing() -> None:
+    first = race([*uneven(), record("ddp", 0.0, status="left out: late")])
+    second = race([record("ddp", 2.0), record("paro_iig", 0.9, accumulate=1), record("paro_ggg", 0.0, status="broken")])
+    text = part("uneven", {"setups": [*first["setups"], *second["setups"]]})
+    assert "late" not in text
+    assert "* gpt2-medium s=8 paro_ggg (repeat 1): broken.\n" in text
+    absent = not_run(text, "gpt2-medium, s = 8, 2 hosts on 2 GPUs")
+    assert not {"ddp", "paro_iig", "paro_ggg"} & {*absent}
+    assert "ddp" in not_run(text, "gpt2-medium, s = 1, 2 hosts on 2 GPUs")
 
 
 def test_columns_that_nobody_fills_are_left_out() -> None:
@@ -113,7 +129,7 @@ def test_columns_that_nobody_fills_are_left_out() -> None:
     text = part("even", race(records, hosts=1, gpus=0))
     assert "### 1 host × 2 ranks, no GPU\n\nMade Up 1; torch 9.8; one run.\n" in text
     assert "| contestant | blocks | s/step | range | accumulator | loss |" in text
-    assert "* Not run: floor, paro_nng, ddp_zero, paro_nnn, ddp.\n" in text
+    assert not_run(text, "gpt2-medium, s = 8, 1 host on a CPU") == ["floor", "paro_nng", "ddp_zero", "paro_nnn", "ddp"]
 
 
 def collectives() -> dict[str, Any]:
@@ -146,14 +162,55 @@ def test_predictions_stand_beside_what_was_measured() -> None:
     assert "| paro_iig | base | 100 | 16 | 1.000 | 0.900 | -10% | 1.250 |" in text
 
 
+def choices() -> dict[str, Any]:
+    """paro_nig is predicted to be the fastest; paro_nnn is, with more memory; paro_iig and paro_gig take half of it."""
+    times = {"paro_nnn": (0.70, 10.0), "paro_nig": (0.75, 6.0), "paro_iig": (0.9, 5.0), "paro_gig": (0.8, 5.0)}
+    races = race([record(name, *time) for name, time in times.items()] + [record("paro_iig", 3.0, repeat=0)])
+    links = {"inter": 1.7e9, "intra": 1.2e10, "column": 1.7e9, "ring": 1.9e9}
+    return compare(races, scaling() | {"links_bytes_per_s": links, "micro_batch_s": {"gpt2-medium": 0.065}})
+
+
+def test_the_guideline_is_held_against_the_fastest_within_every_limit() -> None:
+    (setting,) = choices()["settings"]
+    assert [row["partition"] for row in setting["rows"]] == ["nnn", "nig", "gig", "iig"]
+    assert [row["error"] for row in setting["rows"]] == [
+        row["predicted_s"] / row["measured_s"] - 1 for row in setting["rows"]
+    ]
+    assert [(c["chosen"], c["fastest"], c["from_bytes"] / GIB) for c in setting["choices"]] == [
+        ("nig", "nnn", 10), ("nig", "nig", 6), ("iig", "gig", 5),
+    ]  # fmt: skip
+    assert [c["costs"] for c in setting["choices"]] == pytest.approx([0.75 / 0.7 - 1, 0, 0.9 / 0.8 - 1])
+    text = part("guideline", choices())
+    assert "| 10240 | nig | nnn | 7% |\n| 6144 | nig | nig | 0% |\n| 5120 | iig | gig | 12% |\n" in text
+
+
+def test_races_elsewhere_say_nothing_of_the_guideline() -> None:
+    races = race([record(name, 1.0) for name in ("paro_nig", "paro_iig")], hosts=4)
+    assert compare(races, scaling() | {"micro_batch_s": {"gpt2-medium": 0.065}})["settings"] == []
+
+
+def one_sided() -> dict[str, Any]:
+    times = {"alone_s": 0.001, "beside_s": 0.012}
+    row = {"mebibytes": 24, "computation_s": 0.01, "collective": times, "copies": times | {"beside_s": 0.0111}}
+    return {"setups": [{"setup": SETUP, "rows": [row | {"equal": True}, row | {"mebibytes": 96, "equal": False}]}]}
+
+
+def test_copies_stand_beside_collectives() -> None:
+    text = part("one_sided", one_sided())
+    assert "| 24 | 1.00 | 1.00 | 10.00 | 12.00 | 11.10 |\n" in text
+    assert "Results differ: 96 MiB.\n" in text
+
+
 def test_pictures_stay_small_and_say_what_they_were_drawn_from(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     everybody = [record(name, 1.0 + number) for number, name in enumerate(CONTESTANTS)]
     everybody += [record(name, 2.0 + number, accumulate=1, repeat=2) for number, name in enumerate(CONTESTANTS)]
     reports = {"uneven": race(everybody), "collectives": collectives(), "scaling": scaling()}
+    reports |= {"guideline": choices(), "one_sided": one_sided()}
     reports["cpu_hosts"] = race([record("paro_iig", 1.0, peak=0)], gpus=0)
     drawn = pictures(reports)
-    assert set(drawn) == {"uneven-1.png", "uneven-2.png", "cpu_hosts-1.png", "collectives.png", "scaling.png"}
+    races = {"uneven-1.png", "uneven-2.png", "cpu_hosts-1.png"}
+    assert set(drawn) == races | {f"{name}.png" for name in ("collectives", "guideline", "one_sided", "scaling")}
     for name, (draw, data) in drawn.items():
         draw(data, tmp_path / name)
         picture = (tmp_path / name).read_bytes()
