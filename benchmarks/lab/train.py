@@ -51,8 +51,8 @@ def measure(
 ) -> dict[str, Any]:
     """Build a contestant, warm up, and measure steps that follow one another as in training.
 
-    Ranks meet before the first measured step. A step lasts from the end of the one before to its own end on the
-    device, so what a contestant puts off into the next step is part of its time, too.
+    Ranks meet, and their devices come to rest, before the last step of the warm-up. A step lasts from the end of the
+    one before to its own end on the device, so what a contestant puts off into the next step is part of its time, too.
 
     Returns:
         ``seconds`` of each measured step, ``peak_bytes`` allocated during them, without what an earlier contestant has
@@ -67,8 +67,11 @@ def measure(
     runner = make(contestant, rank, built, blocks, accumulate)
     batches = tokens(model, rank.rank, accumulate, rank.device)
     del built
-    losses = [runner.step(batches) for _ in range(warmup)]
-    rank.barrier()
+    losses = []
+    for turn in range(warmup):
+        if turn == warmup - 1:  # not after it: the first measured step shall wait for what this one puts off
+            rank.barrier()
+        losses.append(runner.step(batches))
     if rank.on_gpu:
         torch.cuda.reset_peak_memory_stats()
     clock = Clock(rank.on_gpu)

@@ -56,10 +56,10 @@ class Stopwatch(Callback):
             return
         self.losses.append(torch.stack(self._window).sum())  # the Trainer has divided each by their number
         self._window.clear()
-        if len(self.losses) == self._warmup:
+        if len(self.losses) == self._warmup - 1:
             self._rank.barrier()
-            if self._rank.on_gpu:
-                torch.cuda.reset_peak_memory_stats()
+        if len(self.losses) == self._warmup and self._rank.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         if len(self.losses) >= self._warmup:
             self.clock.mark()
 
