@@ -167,15 +167,25 @@ def _count(
 
 
 def _hugging_face(name: str) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """The model that a config describes, of the class that it names; if it names none, a causal language model."""
+    import transformers
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     path = Path(name)
     if path.name == "config.json" and not path.is_file():
         raise FileNotFoundError(f"hf={name!r}: there is no such file. HINT: a folder that holds config.json will do.")
     config = AutoConfig.from_pretrained(path.parent if path.name == "config.json" else name)
+    kinds = [kind for kind in config.architectures or [] if hasattr(transformers, kind)]
+    module: nn.Module
     with torch.device("meta"):
-        module: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-        return module
+        if kinds:
+            module = getattr(transformers, kinds[0])(config)
+        else:
+            try:
+                module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            except ValueError:  # there is none of this family
+                module = AutoModel.from_config(config)  # type: ignore[no-untyped-call]
+    return module
 
 
 def _lightning(build: Callable[[], LightningModule] | None) -> LightningModule:

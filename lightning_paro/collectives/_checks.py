@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
 from lightning_paro.collectives._compat import MOVABLE
 from lightning_paro.collectives._groups import ProcessGroups
 
-__all__ = ["check_call", "check_multiple", "check_src", "check_summable"]
+__all__ = ["check_call", "check_multiple", "check_same_call", "check_src", "check_summable"]
 
 
 def check_call(
@@ -74,4 +76,21 @@ def check_src(what: str, world_size: int, src: int) -> None:
         raise ValueError(
             f"{what}: src={src!r} is not one of the ranks 0 .. {world_size - 1}. HINT: src is a rank of the world, not "
             "of a group."
+        )
+
+
+def check_same_call(groups: ProcessGroups, call: str) -> None:
+    """With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, as torch's own collectives: that all ranks make the same call."""
+    if groups.control is None or get_debug_level() != DebugLevel.DETAIL:
+        return
+    calls = [""] * groups.topology.world_size
+    dist.all_gather_object(calls, call, group=groups.control)
+    ranks: dict[str, list[int]] = {}
+    for rank, other in enumerate(calls):
+        ranks.setdefault(other, []).append(rank)
+    if len(ranks) > 1:
+        told = "; ".join(f"{other} on ranks {which}" for other, which in ranks.items())
+        raise ValueError(
+            f"ranks make different calls: {told}. HINT: every rank has to make the same calls in the same order, of "
+            "the same sizes, dtypes and options."
         )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_paro.collectives import _stages
-from lightning_paro.collectives._checks import check_call, check_multiple, check_src, check_summable
+from lightning_paro.collectives._checks import check_call, check_multiple, check_same_call, check_src, check_summable
 from lightning_paro.collectives._chunks import DEFAULT_CHUNK_BYTES, ChunkPlan
 from lightning_paro.collectives._compat import plain
 from lightning_paro.collectives._groups import ProcessGroups
@@ -168,7 +168,7 @@ def broadcast(
     return _run(
         "broadcast", groups, (tensor,), algorithm, async_op, chunk_bytes,
         one_level=("intra_gather", lambda legs, role: once(legs.broadcast, role, flat, src)),
-        two_levels=lambda legs, size: _stages.spread(legs, flat, src, size),
+        two_levels=lambda legs, size: _stages.spread(legs, flat, src, size), options=f"src={src}, ",
     )  # fmt: skip
 
 
@@ -181,9 +181,14 @@ def _run(
     chunk_bytes: int | None,
     one_level: tuple[str, Callable[[Legs, str], Steps]],
     two_levels: Callable[[Legs, int], Chunks],
+    options: str = "",
 ) -> Task | None:
     """Run a collective on ``tensors``, the whole one first, in as many levels as there are."""
     device, nbytes = tensors[0].device, tensors[0].nbytes
+    if chunk_bytes is None:
+        chunk_bytes = _chunk_bytes(what, groups, device, nbytes)
+    options += f"algorithm={algorithm!r}, chunk_bytes={chunk_bytes}"
+    check_same_call(groups, f"{what} of {tensors[0].numel()} elements of {tensors[0].dtype} ({options})")
     legs = Legs(groups, device, groups.traffic)
     role, collective = one_level
     if algorithm == "flat":
@@ -195,9 +200,7 @@ def _run(
     elif algorithm == "flat" or 1 in (groups.topology.group_size, groups.topology.num_groups):
         chunks, staging = Chunks([[(role, collective(legs, role))]])
     else:
-        chunks, staging = two_levels(
-            legs, _chunk_bytes(what, groups, device, nbytes) if chunk_bytes is None else chunk_bytes
-        )
+        chunks, staging = two_levels(legs, chunk_bytes)
     key = ("pipeline", device)
     pipeline: Pipeline = groups.shared.setdefault(key, Pipeline(legs.lanes))
     task = pipeline.start(f"{what} of {nbytes} bytes", chunks, _stages.SLOTS, (*tensors, *staging))

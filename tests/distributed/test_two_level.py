@@ -464,6 +464,48 @@ TOLD = {
 }
 
 
+UNLIKE = {
+    "sizes": lambda g, r: all_reduce(torch.zeros(8 if r else 9), g),
+    "dtypes": lambda g, r: all_reduce(torch.zeros(8, dtype=torch.float64 if r == 3 else torch.float32), g),
+    "sources": lambda g, r: broadcast(torch.zeros(8), r % 2, g),
+    "chunks": lambda g, r: all_gather(torch.zeros(8), torch.zeros(2), g, chunk_bytes=4 * r),
+    "algorithms": lambda g, r: all_gather(torch.zeros(8), torch.zeros(2), g, algorithm="flat" if r else "two-level"),
+    "operations": lambda g, r: (
+        all_reduce(torch.zeros(8), g) if r else reduce_scatter(torch.zeros(2), torch.zeros(8), g)
+    ),
+}
+
+
+def _unlike_calls() -> tuple[dict[str, str], list[float]]:
+    groups, rank, told = _groups(2), dist.get_rank(), {}
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        for name, call in UNLIKE.items():
+            try:
+                call(groups, rank)
+            except ValueError as error:
+                told[name] = str(error)
+        ones = torch.ones(3)
+        all_reduce(ones, groups)
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+    return told, ones.tolist()
+
+
+def test_calls_that_differ_between_ranks_are_told_where_torch_is_asked_for_details(pool: Pool) -> None:
+    ranks = pool.run(_unlike_calls)
+    told, ones = ranks[0]
+    assert ranks == [ranks[0]] * WORLD_SIZE
+    assert ones == [4.0] * 3
+    assert told.keys() == UNLIKE.keys()
+    one = "all_reduce of 9 elements of torch.float32 (algorithm='two-level', chunk_bytes="
+    assert told["sizes"].startswith(f"ranks make different calls: {one}")
+    assert "on ranks [0]; all_reduce of 8 elements of torch.float32" in told["sizes"]
+    assert told["sizes"].endswith("dtypes and options.")
+    assert "src=0" in told["sources"]
+    assert "on ranks [1, 3]" in told["sources"]
+
+
 def _refusals() -> tuple[dict[str, str], int]:
     groups, told = _groups(2), {}
     with recording() as recorder:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from lightning.pytorch import LightningModule
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config
 
 from lightning_paro.cli.main import main
 
@@ -69,6 +70,16 @@ def test_parameters_of_a_hugging_face_config(run, tmp_path: Path, path: str) -> 
     block = sum(p.numel() for p in model.transformer.h[0].parameters())
     whole = sum(p.numel() for p in model.parameters())
     assert (inputs["parameters"], inputs["largest_unit"], inputs["rest"]) == (whole, block, whole - 3 * block)
+
+
+@pytest.mark.parametrize("kind", ["T5ForConditionalGeneration", "T5EncoderModel", None])
+def test_a_config_that_is_no_causal_language_model(run, tmp_path: Path, kind: str | None) -> None:
+    config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+    config.architectures = kind and [kind]
+    config.save_pretrained(tmp_path / "model")
+    inputs = run(f"--hf model {CLUSTER}")["inputs"]
+    model = getattr(transformers, kind or "T5Model")(config)
+    assert inputs["parameters"] == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_parameters_of_a_lightning_module(run) -> None:
