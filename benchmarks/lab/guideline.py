@@ -81,9 +81,9 @@ def _choices(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         fitting = [row for row in rows if row["peak_bytes"] <= limit]
         chosen = min(fitting, key=lambda row: (row["predicted_s"], row["predicted_bytes"]))
         fastest = min(fitting, key=lambda row: row["measured_s"])
-        told = {"chosen": chosen["partition"], "fastest": fastest["partition"]}
-        told |= {"costs": chosen["measured_s"] / fastest["measured_s"] - 1}
+        told: dict[str, Any] = {"chosen": chosen["partition"], "fastest": fastest["partition"]}
+        told["costs"] = chosen["measured_s"] / fastest["measured_s"] - 1
         if not choices or told.items() - choices[-1].items():
-            choices.append(told | {"from_bytes": limit})
+            choices.append(told)
         choices[-1]["from_bytes"] = limit
     return choices
