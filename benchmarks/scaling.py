@@ -104,11 +104,15 @@ def main() -> None:
     with namespaces.cluster(hosts, mbit) if mbit else Cluster(hosts, per_host=2, gpus=gpus) as cluster:
         race = Race(cluster, arguments.limit, out.with_suffix(".jsonl"))
         race.begin()
-        links = cluster.call("benchmarks.lab.links:measure")[0]
+        probed = cluster.call("benchmarks.lab.links:measure")[0]
         compute, records = measure(race, models, arguments.accumulate, base)
+    links = probed["bandwidths"]
     network = Network(Topology(cluster.world_size, cluster.per_host), **links)
     rows = compare(compute, records, network, "bf16-mixed" if cluster.gpus else "32-true")
-    report = {"setup": race.setup, "links_bytes_per_s": links, "micro_batch_s": compute, "rows": rows}
+    report = {
+        "setup": race.setup, "links_bytes_per_s": links, "samples": probed["samples"], "micro_batch_s": compute,
+        "rows": rows,
+    }  # fmt: skip
     save(report, out)
     show(report)
 
