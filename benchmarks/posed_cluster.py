@@ -178,6 +178,8 @@ if __name__ == "__main__":
     parser.add_argument("--run", choices=RUNS, help=argparse.SUPPRESS)
     parser.add_argument("--activations", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if torch.cuda.device_count() < 2:
+        parser.error(f"2 GPUs are needed, found {torch.cuda.device_count()}. HINT: run it where there are 2.")
     if arguments.activations:
         print(activations())
     elif arguments.run:

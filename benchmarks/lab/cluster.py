@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 __all__ = ["ROOT", "Cluster", "RankFailed", "described", "gpus_of_host"]
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +146,9 @@ class Cluster:
         raise RankFailed(kind, message)
 
     def _start(self) -> None:
+        if self.gpus > torch.cuda.device_count():
+            found = torch.cuda.device_count()
+            raise SystemExit(f"{self.gpus} GPUs are asked for, found {found}. HINT: --gpus 0 runs on the CPU.")
         self.starts += 1
         self._replies = queue.Queue()
         with socket.socket() as free:

@@ -102,6 +102,8 @@ def plan(
     measured = (bandwidth and bandwidth * GIGABIT for bandwidth in (column, ring))
     network = Network(Topology(worlds[0], group), inter * GIGABIT, intra * GIGABIT, nic, *measured)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # into a file or a pipe nothing is cut off
     result: Plan | list[Plan]
     if scale is None:
         result = planner.make_plan(workload, network, memory * GIGABYTE, collectives)
@@ -174,6 +176,8 @@ def _hugging_face(name: str) -> nn.Module:
     path = Path(name)
     if path.name == "config.json" and not path.is_file():
         raise FileNotFoundError(f"hf={name!r}: there is no such file. HINT: a folder that holds config.json will do.")
+    if (path.is_absolute() or len(path.parts) > 2) and not path.exists():  # names on the Hub have two parts at most
+        raise FileNotFoundError(f"hf={name!r}: there is no such folder. HINT: give one that holds config.json.")
     config = AutoConfig.from_pretrained(path.parent if path.name == "config.json" else name)
     kinds = [kind for kind in config.architectures or [] if hasattr(transformers, kind)]
     module: nn.Module

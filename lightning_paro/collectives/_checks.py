@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
@@ -9,7 +12,7 @@ from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 from lightning_paro.collectives._compat import MOVABLE
 from lightning_paro.collectives._groups import ProcessGroups
 
-__all__ = ["check_call", "check_multiple", "check_same_call", "check_src", "check_summable"]
+__all__ = ["check_call", "check_multiple", "check_same_call", "check_src", "check_summable", "refused_together"]
 
 
 def check_call(
@@ -80,17 +83,45 @@ def check_src(what: str, world_size: int, src: int) -> None:
 
 
 def check_same_call(groups: ProcessGroups, call: str) -> None:
-    """With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, as torch's own collectives: that all ranks make the same call."""
-    if groups.control is None or get_debug_level() != DebugLevel.DETAIL:
+    """Where torch is asked for details: that all ranks make the same call."""
+    if not _is_compared(groups):
         return
-    calls = [""] * groups.topology.world_size
-    dist.all_gather_object(calls, call, group=groups.control)
-    ranks: dict[str, list[int]] = {}
-    for rank, other in enumerate(calls):
-        ranks.setdefault(other, []).append(rank)
+    ranks = _ranks_by_answer(groups, call)
     if len(ranks) > 1:
         told = "; ".join(f"{other} on ranks {which}" for other, which in ranks.items())
         raise ValueError(
             f"ranks make different calls: {told}. HINT: every rank has to make the same calls in the same order, of "
             "the same sizes, dtypes and options."
         )
+
+
+@contextmanager
+def refused_together(groups: ProcessGroups) -> Iterator[None]:
+    """Where torch is asked for details: what one rank refuses is refused on all, which would wait for it."""
+    refusal = ""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        refusal = str(error)
+        raise
+    finally:
+        if isinstance(groups, ProcessGroups) and _is_compared(groups):
+            others = {said: which for said, which in _ranks_by_answer(groups, refusal).items() if said}
+            if others and not refusal:
+                told = "; ".join(f"ranks {which}: {said}" for said, which in others.items())
+                raise ValueError(f"this call was refused on other ranks. {told}")
+
+
+def _is_compared(groups: ProcessGroups) -> bool:
+    """With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, as torch does in its own collectives."""
+    return groups.control is not None and get_debug_level() == DebugLevel.DETAIL
+
+
+def _ranks_by_answer(groups: ProcessGroups, answer: str) -> dict[str, list[int]]:
+    """Who gave which answer. Collective."""
+    answers = [""] * groups.topology.world_size
+    dist.all_gather_object(answers, answer, group=groups.control)
+    ranks: dict[str, list[int]] = {}
+    for rank, said in enumerate(answers):
+        ranks.setdefault(said, []).append(rank)
+    return ranks

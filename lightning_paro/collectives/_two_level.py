@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from lightning_paro.collectives import _stages
-from lightning_paro.collectives._checks import check_call, check_multiple, check_same_call, check_src, check_summable
+from lightning_paro.collectives._checks import (
+    check_call,
+    check_multiple,
+    check_same_call,
+    check_src,
+    check_summable,
+    refused_together,
+)
 from lightning_paro.collectives._chunks import DEFAULT_CHUNK_BYTES, ChunkPlan
 from lightning_paro.collectives._compat import plain
 from lightning_paro.collectives._groups import ProcessGroups
@@ -54,8 +61,9 @@ def all_gather(
     Raises:
         ValueError: If sizes, dtypes, devices or strides do not fit, before anything is sent.
     """
-    check_call("all_gather", groups, algorithm, chunk_bytes, {"out": out, "shard": shard})
-    check_multiple("all_gather", groups.topology.world_size, ("out", out), ("shard", shard))
+    with refused_together(groups):
+        check_call("all_gather", groups, algorithm, chunk_bytes, {"out": out, "shard": shard})
+        check_multiple("all_gather", groups.topology.world_size, ("out", out), ("shard", shard))
     whole, part = _elements(out), _elements(shard)
     return _run(
         "all_gather", groups, (out, shard), algorithm, async_op, chunk_bytes,
@@ -91,9 +99,10 @@ def reduce_scatter(
     Raises:
         ValueError: As :func:`all_gather`, and if elements of this dtype cannot be summed.
     """
-    check_call("reduce_scatter", groups, algorithm, chunk_bytes, {"out": out, "whole": whole})
-    check_multiple("reduce_scatter", groups.topology.world_size, ("whole", whole), ("out", out))
-    check_summable("reduce_scatter", whole)
+    with refused_together(groups):
+        check_call("reduce_scatter", groups, algorithm, chunk_bytes, {"out": out, "whole": whole})
+        check_multiple("reduce_scatter", groups.topology.world_size, ("whole", whole), ("out", out))
+        check_summable("reduce_scatter", whole)
     source, part = _elements(whole), _elements(out)
     return _run(
         "reduce_scatter", groups, (whole, out), algorithm, async_op, chunk_bytes,
@@ -127,8 +136,9 @@ def all_reduce(
     Raises:
         ValueError: As :func:`reduce_scatter`.
     """
-    check_call("all_reduce", groups, algorithm, chunk_bytes, {"tensor": tensor})
-    check_summable("all_reduce", tensor)
+    with refused_together(groups):
+        check_call("all_reduce", groups, algorithm, chunk_bytes, {"tensor": tensor})
+        check_summable("all_reduce", tensor)
     flat = _elements(tensor)
     return _run(
         "all_reduce", groups, (tensor,), algorithm, async_op, chunk_bytes,
@@ -162,8 +172,9 @@ def broadcast(
     Raises:
         ValueError: As :func:`all_gather`, and if there is no such rank.
     """
-    check_call("broadcast", groups, algorithm, chunk_bytes, {"tensor": tensor})
-    check_src("broadcast", groups.topology.world_size, src)
+    with refused_together(groups):
+        check_call("broadcast", groups, algorithm, chunk_bytes, {"tensor": tensor})
+        check_src("broadcast", groups.topology.world_size, src)
     flat = _elements(tensor)
     return _run(
         "broadcast", groups, (tensor,), algorithm, async_op, chunk_bytes,

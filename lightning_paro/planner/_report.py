@@ -55,7 +55,7 @@ def scaling_table(plans: Sequence[Plan]) -> Table:
     """Seconds a step of every partition, by number of ranks."""
     result = Table(
         title="seconds a step, by number of ranks",
-        caption="The same work for each rank. *: does not fit. Bold: recommended.",
+        caption="The same work for each rank. *: does not fit. >: recommended.",
     )
     result.add_column("paro_")
     for plan in plans:
@@ -64,8 +64,8 @@ def scaling_table(plans: Sequence[Plan]) -> Table:
         cells = []
         for plan in plans:
             row = next(row for row in plan.rows if row.partition == partition)
-            text = f"{row.cost.step_s:#.3g}" if row.fits else f"{row.cost.step_s:#.3g}*"
-            cells.append(f"[bold]{text}[/]" if row is plan.recommended else text)
+            text = _seconds(row.cost.step_s) + "*" * (not row.fits)
+            cells.append(f"[bold]>{text}[/]" if row is plan.recommended else text)
         result.add_row(str(partition), *cells)
     return result
 
@@ -151,11 +151,11 @@ def draw(plan: Plan, axes: Axes) -> None:
 
 
 def draw_scaling(plans: Sequence[Plan], axes: Axes) -> None:
-    """Seconds a step against the number of ranks: a line, named at its end, for each partition that fits somewhere."""
+    """Seconds a step against the number of ranks: a line for each partition that fits somewhere."""
     lines: dict[tuple[tuple[int, str], ...], list[str]] = {}  # those of the same times are one line
     for partition in Partition.valid():
         points = tuple(
-            (plan.network.topology.world_size, f"{row.cost.step_s:.3g}")
+            (plan.network.topology.world_size, _seconds(row.cost.step_s))
             for plan in plans
             for row in plan.rows
             if row.partition == partition and row.fits
@@ -164,14 +164,20 @@ def draw_scaling(plans: Sequence[Plan], axes: Axes) -> None:
     for points, names in lines.items():
         if points:
             ranks, seconds = [point[0] for point in points], [float(point[1]) for point in points]
-            (line,) = axes.plot(ranks, seconds, "o-", ms=3, lw=1)
-            end = (ranks[-1], seconds[-1])
-            axes.annotate(", ".join(names), end, (6, -3), textcoords="offset points", color=line.get_color())
+            axes.plot(ranks, seconds, "o-", ms=3, lw=1, label=", ".join(names))
+        else:
+            axes.set_title(f"not shown, for they fit nowhere: {', '.join(names)}", fontsize=9)
+    if lines.keys() != {()}:
+        axes.legend(fontsize=8)
     axes.set(xlabel="ranks", ylabel="seconds a step", yscale="log")
     axes.set_xscale("log", base=2)
-    axes.margins(x=0.15)
     for axis in (axes.xaxis, axes.yaxis):
         _plain(axis)
+
+
+def _seconds(seconds: float) -> str:
+    """Three digits, the same for what differs by rounding only."""
+    return f"{float(f'{seconds:.9g}'):#.3g}"
 
 
 def _plain(axis: Axis) -> None:
@@ -185,8 +191,8 @@ def _numbers(row: Row | Peer) -> tuple[str, ...]:
     tps = _tps(row)
     return (
         f"{spent.memory_bytes / 1e9:#.4g}",
-        f"{spent.comm_s:#.3g}",
-        f"{spent.step_s:#.3g}",
+        _seconds(spent.comm_s),
+        _seconds(spent.step_s),
         "" if tps is None else f"{tps:.2f}",
         "yes" if row.fits else "no",
     )

@@ -238,9 +238,12 @@ def _why(plan: Plan) -> str:
 
 
 def _links(network: Network) -> str:
-    bandwidths = {"inside a group": network.intra, "between groups": network.inter, "all columns": network.column}
+    bandwidths = {
+        "inside a group": network.intra, "between groups": network.inter, "all columns": network.column,
+        "a flat ring": network.ring,
+    }  # fmt: skip
     told = [f"{where} {8e-9 * value:.3g}" for where, value in bandwidths.items() if value and value != float("inf")]
-    return f"Gbit/s: {', '.join(told)}, as once measured; reprobe=True measures again." if told else ""
+    return f"Gbit/s: {', '.join(told)}, kept since they were measured; reprobe=True measures again." if told else ""
 
 
 def _nothing_fits(plan: Plan) -> ValueError:

@@ -470,6 +470,7 @@ UNLIKE = {
     "sources": lambda g, r: broadcast(torch.zeros(8), r % 2, g),
     "chunks": lambda g, r: all_gather(torch.zeros(8), torch.zeros(2), g, chunk_bytes=4 * r),
     "algorithms": lambda g, r: all_gather(torch.zeros(8), torch.zeros(2), g, algorithm="flat" if r else "two-level"),
+    "strides on one": lambda g, r: all_reduce(torch.zeros(2, 4) if r else torch.zeros(4, 2).t(), g),
     "operations": lambda g, r: (
         all_reduce(torch.zeros(8), g) if r else reduce_scatter(torch.zeros(2), torch.zeros(8), g)
     ),
@@ -494,10 +495,14 @@ def _unlike_calls() -> tuple[dict[str, str], list[float]]:
 
 def test_calls_that_differ_between_ranks_are_told_where_torch_is_asked_for_details(pool: Pool) -> None:
     ranks = pool.run(_unlike_calls)
+    refusal = "all_reduce: tensor of shape (2, 4) has strides (1, 2) and must be contiguous"
+    refused = [told.pop("strides on one") for told, _ in ranks]
+    assert refused[0].startswith(refusal)
+    assert all(said.startswith(f"this call was refused on other ranks. ranks [0]: {refusal}") for said in refused[1:])
     told, ones = ranks[0]
     assert ranks == [ranks[0]] * WORLD_SIZE
     assert ones == [4.0] * 3
-    assert told.keys() == UNLIKE.keys()
+    assert told.keys() == UNLIKE.keys() - {"strides on one"}
     one = "all_reduce of 9 elements of torch.float32 (algorithm='two-level', chunk_bytes="
     assert told["sizes"].startswith(f"ranks make different calls: {one}")
     assert "on ranks [0]; all_reduce of 8 elements of torch.float32" in told["sizes"]
