@@ -32,8 +32,8 @@ def picture(name: str, number: int) -> str:
 def tell_race(report: dict[str, Any], name: str) -> Iterator[str]:
     """Lines about all tables of a race; who and what is in none of the tables of a setting is named at the end."""
     number = 0
-    for part in report["setups"]:
-        yield from (f"### {where(part['setup'])}", "", setup_line(part["setup"]), "")
+    for run, part in enumerate(report["setups"], start=1):
+        yield from (f"### Run {run}: {where(part['setup'])}", "", setup_line(part["setup"]), "")
         for one in part["tables"]:
             number += 1
             rows = {row["contestant"]: row for row in one["rows"]}

@@ -58,7 +58,7 @@ def test_what_has_no_file_was_not_measured_yet() -> None:
 
 def test_a_race_is_told_with_its_setup_rows_and_picture() -> None:
     text = part("uneven", race([*uneven(), record("paro_iig", 0.9, 6.0, repeat=2)]))
-    assert "### 2 hosts × 2 ranks, 2 GPUs\n\nMade Up 1; between hosts: a string; torch 9.8; one run.\n" in text
+    assert "### Run 1: 2 hosts × 2 ranks, 2 GPUs\n\nMade Up 1; between hosts: a string; torch 9.8; one run.\n" in text
     row = "| **paro_iig** | 4 | 0.850 | 0.800 … 0.900 | 5.18 | 1.41 | 6144 | fp32, I | 2.5000 |"
     assert row in text
     assert "| fully_shard_2d | 4 | 1.200 | one repeat | 3.67 | 1.00 | 6656 | fp32, I | 2.5000 |" in text
@@ -127,7 +127,7 @@ def test_what_one_run_left_out_and_another_has_is_not_missing() -> None:
 def test_columns_that_nobody_fills_are_left_out() -> None:
     records = [record(name, 1.0, peak=0) for name in ("paro_ggg", "fully_shard_1d")]
     text = part("even", race(records, hosts=1, gpus=0))
-    assert "### 1 host × 2 ranks, no GPU\n\nMade Up 1; torch 9.8; one run.\n" in text
+    assert "### Run 1: 1 host × 2 ranks, no GPU\n\nMade Up 1; torch 9.8; one run.\n" in text
     assert "| contestant | blocks | s/step | range | accumulator | loss |" in text
     assert not_run(text, "gpt2-medium, s = 8, 1 host on a CPU") == ["floor", "paro_nng", "ddp_zero", "paro_nnn", "ddp"]
 
