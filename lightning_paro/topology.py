@@ -127,6 +127,8 @@ class Topology:
         Raises:
             ValueError: If they are not.
         """
+        if not all(isinstance(group, Sequence) and all(type(rank) is int for rank in group) for group in groups):
+            raise ValueError(f"groups={groups!r} must be lists of ranks. HINT: for example [[0, 2], [1, 3]].")
         sizes = sorted({len(group) for group in groups})
         if len(sizes) != 1:
             raise ValueError(

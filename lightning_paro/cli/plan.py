@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -178,18 +178,33 @@ def _hugging_face(name: str) -> nn.Module:
         raise FileNotFoundError(f"hf={name!r}: there is no such file. HINT: a folder that holds config.json will do.")
     if (path.is_absolute() or len(path.parts) > 2) and not path.exists():  # names on the Hub have two parts at most
         raise FileNotFoundError(f"hf={name!r}: there is no such folder. HINT: give one that holds config.json.")
-    config = AutoConfig.from_pretrained(path.parent if path.name == "config.json" else name)
-    kinds = [kind for kind in config.architectures or [] if hasattr(transformers, kind)]
-    module: nn.Module
-    with torch.device("meta"):
-        if kinds:
-            module = getattr(transformers, kinds[0])(config)
-        else:
-            try:
-                module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-            except ValueError:  # there is none of this family
-                module = AutoModel.from_config(config)  # type: ignore[no-untyped-call]
+    try:
+        folder = path.parent if path.name == "config.json" else name
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        names = [kind for kind in config.architectures or [] if isinstance(kind, str)]
+        named: list[Any] = [getattr(transformers, kind, None) for kind in names]
+        kinds = [kind for kind in named if _is_built_from(kind, config)]
+        module: nn.Module
+        with torch.device("meta"):
+            if kinds:
+                module = kinds[0](config)
+            else:
+                try:
+                    module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+                except ValueError:  # there is none of this family
+                    module = AutoModel.from_config(config)  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise ValueError(
+            f"hf={name!r}: no model can be built from this config: {' '.join(str(error).split())} "
+            "HINT: give the number of parameters, --params."
+        ) from error
     return module
+
+
+def _is_built_from(kind: Any, config: Any) -> bool:
+    from transformers import PreTrainedModel
+
+    return isinstance(kind, type) and issubclass(kind, PreTrainedModel) and type(config) is kind.config_class
 
 
 def _lightning(build: Callable[[], LightningModule] | None) -> LightningModule:

@@ -46,19 +46,21 @@ class ProcessGroups:
         """Create the groups of ``topology``, or hand out those already created over the same world. Collective.
 
         Raises:
-            ValueError: If the topology's world size is not that of the default process group, or if ranks do not agree
-                on the group size.
+            ValueError: If the topology's world size is not that of the default process group, on any rank, or if ranks
+                do not agree on the group size.
         """
-        if topology.world_size == 1:
+        present = dist.get_world_size() if dist.is_initialized() else 1
+        if present == topology.world_size == 1:
             return cls(topology, 0, None, None, None, None, None)
-        if dist.get_world_size() != topology.world_size:
-            raise ValueError(
-                f"the topology has {topology.world_size} ranks, but the process group has {dist.get_world_size()}."
-            )
+        if present == 1:
+            raise _other_size({topology.world_size}, 1)
         world = dist.group.WORLD
         control = _control_group(world, timeout)
-        asked: list[object] = [None] * topology.world_size
-        dist.all_gather_object(asked, topology.groups or topology.group_size, group=control)
+        told: list[Any] = [None] * present
+        dist.all_gather_object(told, (topology.world_size, topology.groups or topology.group_size), group=control)
+        sizes, asked = zip(*told, strict=True)
+        if {*sizes} != {present}:
+            raise _other_size({*sizes}, present)
         if len(set(asked)) > 1:
             by_rank = ", ".join(f"rank {rank}: {size}" for rank, size in enumerate(asked))
             raise ValueError(
@@ -97,6 +99,14 @@ class ProcessGroups:
         group, _ = self.topology.coordinates(self.rank)
         next_group, _ = self.topology.coordinates((self.rank + 1) % self.topology.world_size)
         return group != next_group
+
+
+def _other_size(sizes: set[int], present: int) -> ValueError:
+    return ValueError(
+        f"the topology has {' or '.join(map(str, sorted(sizes)))} ranks, but the process group has {present}. HINT: "
+        "start as many ranks, by torchrun or init_process_group, or use Topology(torch.distributed.get_world_size(), "
+        "group_size) on all of them."
+    )
 
 
 # A communicator costs memory and seconds: a second Trainer over the same world gets the same ones.

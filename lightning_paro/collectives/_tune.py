@@ -44,7 +44,13 @@ def tune(
 
     Returns:
         The plan, the same on all ranks.
+
+    Raises:
+        ValueError: If there is nothing to try, or a number of bytes makes no sense.
     """
+    for name, given, least in (("sizes", sizes, 1), ("chunks", chunks, 0)):
+        if not given or any(type(nbytes) is not int or nbytes < least for nbytes in given):
+            raise ValueError(f"tune: {name}={given!r} must be one and more numbers of bytes, each at least {least}.")
     device = torch.device(device)
     key = ("chunks", device.type)
     if key not in groups.shared:

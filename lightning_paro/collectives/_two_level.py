@@ -199,6 +199,7 @@ def _run(
     if chunk_bytes is None:
         chunk_bytes = _chunk_bytes(what, groups, device, nbytes)
     options += f"algorithm={algorithm!r}, chunk_bytes={chunk_bytes}"
+    options += f", groups={groups.topology.groups or groups.topology.group_size}"
     check_same_call(groups, f"{what} of {tensors[0].numel()} elements of {tensors[0].dtype} ({options})")
     legs = Legs(groups, device, groups.traffic)
     role, collective = one_level

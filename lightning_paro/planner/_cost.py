@@ -12,6 +12,9 @@ __all__ = ["Cost", "Network", "StateBytes", "Workload", "cost", "hpz"]
 
 N, I, G = Granularity  # noqa: E741
 
+LARGEST, SLOWEST = 1e30, 1.0
+"""Beyond these an input is a mistake, and times would not be numbers any more."""
+
 Algorithm = Literal["flat", "paro-cc"]
 
 
@@ -106,8 +109,11 @@ class Network:
 
     def __post_init__(self) -> None:
         for name, value in self.bandwidths.items():
-            if value is not None and not value > 0:
-                raise ValueError(f"the bandwidth {name} must be positive, got {value}. HINT: give bytes per second.")
+            if value is not None and not value >= SLOWEST:
+                raise ValueError(
+                    f"the bandwidth {name} must be at least {SLOWEST:g} byte per second, got {value}. "
+                    "HINT: give bytes per second."
+                )
         if self.nic not in ("host", "gpu"):
             raise ValueError(f"nic={self.nic!r} is not understood: expected 'host' or 'gpu'.")
 
@@ -172,17 +178,19 @@ class Workload:
     bucket_bytes: float = BUCKET_BYTES
 
     def __post_init__(self) -> None:
-        if not self.parameters > 0:
-            raise ValueError(f"the number of parameters must be positive, got {self.parameters}.")
+        if not 0 < self.parameters <= LARGEST:
+            raise ValueError(
+                f"the number of parameters must be above 0 and at most {LARGEST:g}, got {self.parameters}."
+            )
         if self.trainable is not None and not 0 <= self.trainable <= self.parameters:
             raise ValueError(
                 f"{self.trainable:g} of {self.parameters:g} parameters cannot be trained. HINT: leave it out for all."
             )
-        if self.accumulate < 1:
+        if not 1 <= self.accumulate <= LARGEST:
             raise ValueError(f"accumulate must be at least 1 micro-batch a step, got {self.accumulate}.")
         for name in ("compute", "activations", "rest", "largest_unit", "bucket_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} cannot be negative, got {getattr(self, name)}.")
+            if not 0 <= getattr(self, name) <= LARGEST:
+                raise ValueError(f"{name} must be between 0 and {LARGEST:g}, got {getattr(self, name)}.")
 
     @property
     def trained(self) -> float:

@@ -83,7 +83,8 @@ class AutoPartition:
     def __post_init__(self) -> None:
         for name in ("memory", "compute", "activations"):
             value = getattr(self, name)
-            if value is not None and not value >= (0 if name != "memory" else 1):
+            least = 1 if name == "memory" else 0
+            if value is not None and not (isinstance(value, (int, float)) and least <= value < float("inf")):
                 unit = "seconds" if name == "compute" else "bytes"
                 raise ValueError(f"{name}={value!r} is not understood: expected a number of {unit}.")
 
@@ -96,7 +97,14 @@ class AutoPartition:
 
     def restore(self, checkpoint: Mapping[str, Any]) -> None:
         """Read what was decided for the training that the next run continues."""
-        self._stored = _Decision(**checkpoint[KEY]) if KEY in checkpoint else None
+        try:
+            self._stored = _Decision(**checkpoint[KEY]) if KEY in checkpoint else None
+        except TypeError:
+            if not self.reprobe:
+                raise ValueError(
+                    f"the checkpoint's {KEY!r} is {checkpoint[KEY]!r}, which is no decision of this version. "
+                    "HINT: ParoStrategy('auto', reprobe=True) decides anew."
+                ) from None
 
     def _known(self, module: nn.Module, training: bool) -> _Decision | None:
         stored, self._stored = self._stored, None

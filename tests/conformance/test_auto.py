@@ -296,6 +296,26 @@ def test_the_choice_is_in_every_checkpoint_and_kept_on_resume(pool: Pool, tmp_pa
         assert result["probes"] == 1, "the network as well, though it was known"
 
 
+def _damaged(root: str, reprobe: bool) -> str:
+    path = f"{root}/first.ckpt"
+    checkpoint = torch.load(path, weights_only=False)
+    checkpoint["lightning_paro"] = {"partition": "nng", "of_another": "version"}
+    mine = f"{root}/{torch.distributed.get_rank()}{reprobe}.ckpt"
+    torch.save(checkpoint, mine)
+    try:
+        return _resume(root, LOOSE | {"reprobe": reprobe}, mine)["partition"]
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_choice_that_this_version_cannot_read_is_told_and_can_be_made_anew(pool: Pool, tmp_path: Path) -> None:
+    pool.run(_resume, str(tmp_path), LOOSE)
+    for told in pool.run(_damaged, str(tmp_path), False):
+        assert told.startswith("the checkpoint's 'lightning_paro' is {'partition': 'nng', 'of_another': 'version'}")
+        assert told.endswith("HINT: ParoStrategy('auto', reprobe=True) decides anew.")
+    assert pool.run(_damaged, str(tmp_path), True) == ["nng"] * WORLD_SIZE
+
+
 def _one_process(root: str) -> int:
     module = _Deep()
     run = trainer("one", root, max_epochs=2, accumulate_grad_batches=2)
@@ -523,7 +543,17 @@ def test_options_of_the_choice_need_a_choice(option: dict[str, Any]) -> None:
     assert str(ParoStrategy("auto", **option).partition) == "auto"
 
 
-@pytest.mark.parametrize("option", [{"memory": 0}, {"memory": -1e9}, {"compute": -1.0}, {"activations": math.nan}])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"memory": 0},
+        {"memory": -1e9},
+        {"memory": math.inf},
+        {"compute": -1.0},
+        {"compute": "1"},
+        {"activations": math.nan},
+    ],
+)
 def test_numbers_that_make_no_sense(option: dict[str, float]) -> None:
     with pytest.raises(
         ValueError, match=rf"{next(iter(option))}=.* is not understood: expected a number of (bytes|sec)"

@@ -152,12 +152,24 @@ def test_ranks_that_disagree_on_the_group_size_all_raise(pool: Pool) -> None:
         assert "do not agree on group_size (rank 0: 2, rank 1: 4, rank 2: 2, rank 3: 2). HINT:" in text
 
 
-def _a_world_of_another_size() -> str:
-    return _refused(lambda: ProcessGroups.create(Topology(8, 2)))
+def _worlds_of_other_sizes() -> list[str]:
+    rank = torch.distributed.get_rank()
+    asked = [Topology(8, 2), Topology(1, 1), Topology(2 if rank == 1 else WORLD_SIZE, 2)]
+    return [_refused(lambda topology=topology: ProcessGroups.create(topology)) for topology in asked]
 
 
-def test_a_topology_of_another_world_is_refused(pool: Pool) -> None:
-    assert pool.run(_a_world_of_another_size)[0] == "the topology has 8 ranks, but the process group has 4."
+def test_a_topology_of_another_world_is_refused_on_all_ranks(pool: Pool) -> None:
+    ranks = pool.run(_worlds_of_other_sizes)
+    assert ranks == [ranks[0]] * WORLD_SIZE
+    for told, size in zip(ranks[0], ("8", "1", "2 or 4"), strict=True):
+        assert told.startswith(f"the topology has {size} ranks, but the process group has 4. HINT: start as many ranks")
+
+
+def test_ranks_without_a_process_group_are_told_so() -> None:
+    with pytest.raises(
+        ValueError, match=r"the topology has 4 ranks, but the process group has 1\. HINT: start as many"
+    ):
+        ProcessGroups.create(Topology(4, 2))
 
 
 def _groups_twice() -> bool:

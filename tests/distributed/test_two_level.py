@@ -426,6 +426,14 @@ def _one_level_plan() -> list[ChunkPlan]:
     return plans
 
 
+@pytest.mark.parametrize("arguments", [{"sizes": ()}, {"sizes": (0,)}, {"chunks": ()}, {"chunks": (-1,)}])
+def test_nothing_is_tuned_by_numbers_that_make_no_sense(arguments: dict[str, tuple[int, ...]]) -> None:
+    groups = ProcessGroups.create(Topology(1, 1))
+    with pytest.raises(ValueError, match=rf"tune: {next(iter(arguments))}=.* must be one and more numbers of bytes"):
+        tune(groups, **arguments)
+    assert not groups.shared
+
+
 def test_one_level_has_nothing_to_measure(pool: Pool) -> None:
     assert pool.run(_one_level_plan) == [[ChunkPlan({}), ChunkPlan({})]] * WORLD_SIZE
 
@@ -470,6 +478,7 @@ UNLIKE = {
     "sources": lambda g, r: broadcast(torch.zeros(8), r % 2, g),
     "chunks": lambda g, r: all_gather(torch.zeros(8), torch.zeros(2), g, chunk_bytes=4 * r),
     "algorithms": lambda g, r: all_gather(torch.zeros(8), torch.zeros(2), g, algorithm="flat" if r else "two-level"),
+    "topologies": lambda g, r: all_reduce(torch.zeros(8), (g, _groups(4))[r == 0]),
     "strides on one": lambda g, r: all_reduce(torch.zeros(2, 4) if r else torch.zeros(4, 2).t(), g),
     "operations": lambda g, r: (
         all_reduce(torch.zeros(8), g) if r else reduce_scatter(torch.zeros(2), torch.zeros(8), g)

@@ -82,6 +82,23 @@ def test_a_config_that_is_no_causal_language_model(run, tmp_path: Path, kind: st
     assert inputs["parameters"] == sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("kind", ["BertModel", "GPT2Tokenizer", "AutoConfig", "pipeline", "SomebodysModel", 3])
+def test_an_architecture_that_is_none_of_the_family_is_passed_over(run, tmp_path: Path, kind: object) -> None:
+    config = GPT2Config(vocab_size=100, n_positions=32, n_embd=16, n_layer=3, n_head=2)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | {"architectures": [kind]}))
+    whole = sum(parameter.numel() for parameter in GPT2LMHeadModel(config).parameters())
+    assert run(f"--hf config.json {CLUSTER}")["inputs"]["parameters"] == whole
+
+
+def test_a_config_of_which_nothing_can_be_built_is_one_line(run, tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=100).to_dict() | {"n_layer": "two"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        SystemExit, match="hf='config.json': no model can be built from this config.*HINT: give the numb"
+    ):
+        run(f"--hf config.json {CLUSTER}")
+
+
 def test_parameters_of_a_lightning_module(run) -> None:
     inputs = run(f"--model {__name__}.Lit --model.width 8 {CLUSTER}")["inputs"]
     assert (inputs["parameters"], inputs["trainable"]) == (3 * 72 + 9, 3 * 72)
@@ -111,6 +128,7 @@ def test_parameters_of_a_lightning_module(run) -> None:
         (f"--params 7e9 {CLUSTER} --precision 64-true --grad_dtype bfloat16", "does not fit precision '64-true'"),
         (f"--params 7e9 --trainable 8e9 {CLUSTER}", "8e+09 of 7e+09 parameters cannot be trained"),
         (f"--hf nowhere/config.json {CLUSTER}", "nowhere"),
+        (f"--hf /no/where {CLUSTER}", "hf='/no/where': there is no such folder. HINT: give one that holds config.json"),
     ],
 )
 def test_a_wrong_argument_is_one_line(run, arguments: str, message: str) -> None:

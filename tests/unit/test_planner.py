@@ -259,12 +259,16 @@ def test_scaling_keeps_group_and_work() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Network(Topology(4, 2), 0, 1), "bandwidth inter must be positive, got 0"),
+        (lambda: Network(Topology(4, 2), 0, 1), "bandwidth inter must be at least 1 byte per second, got 0"),
+        (lambda: Network(Topology(4, 2), 1e9, math.nan), "bandwidth intra must be at least"),
         (lambda: Network(Topology(4, 2), 1, 1, "node"), "nic='node' is not understood"),
-        (lambda: Workload(0), "number of parameters must be positive"),
+        (lambda: Workload(0), "number of parameters must be above 0"),
+        (lambda: Workload(math.inf), "number of parameters must be above 0 and at most 1e[+]30, got inf"),
         (lambda: Workload(10, 11), "11 of 10 parameters cannot be trained"),
         (lambda: Workload(10, accumulate=0), "at least 1 micro-batch"),
-        (lambda: Workload(10, compute=-1), "compute cannot be negative"),
+        (lambda: Workload(10, compute=-1), "compute must be between 0 and 1e[+]30, got -1"),
+        (lambda: Workload(10, compute=math.inf), "compute must be between 0 and 1e[+]30, got inf"),
+        (lambda: Workload(10, activations=math.nan), "activations must be between 0 and"),
         (lambda: make_plan(SEVEN_B, PAPER, -1), "memory of a rank must be positive"),
         (lambda: StateBytes.of("8-bit"), "precision='8-bit' is not known"),
         (lambda: StateBytes.of("32-true", grad_dtype="int8"), "grad_dtype='int8' does not fit precision '32-true'"),
@@ -277,6 +281,12 @@ def test_scaling_keeps_group_and_work() -> None:
 def test_numbers_that_make_no_sense(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_numbers_as_large_as_can_be_are_planned_all_the_same() -> None:
+    plan = make_plan(Workload(1e30, compute=1e30, accumulate=10**6), Network(Topology(32, 8), 1, 1), 80e9)
+    assert len(plan.rows) == 14
+    assert all(math.isfinite(row.cost.step_s) for row in [*plan.rows, *plan.peers])
 
 
 def test_what_is_written_is_what_was_planned(tmp_path: Path) -> None:

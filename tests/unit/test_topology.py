@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -140,6 +141,8 @@ def test_explicit_groups_of_neighbours_are_the_same_topology() -> None:
     ("groups", "message"),
     [
         ([], "groups of no ranks"),
+        ([0, 1, 2, 3], r"groups=\[0, 1, 2, 3\] must be lists of ranks\. HINT: for example"),
+        ([[0.0, 2.0], [1.0, 3.0]], "must be lists of ranks"),
         ([[0, 1], [2]], r"groups of \[1, 2\] ranks"),
         ([[0, 1], [1, 2]], "each of the ranks 0 to 3 once"),
         ([[0, 2], [1, 7]], "each of the ranks 0 to 3 once"),
@@ -147,7 +150,7 @@ def test_explicit_groups_of_neighbours_are_the_same_topology() -> None:
         ([[0, 3], [1, 2]], r"ranks of a column must ascend, got \[3, 2\].*HINT: list the groups"),
     ],
 )
-def test_groups_that_are_no_topology(groups: list[list[int]], message: str) -> None:
+def test_groups_that_are_no_topology(groups: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Topology.of_groups(groups)
 
