@@ -127,8 +127,7 @@ class Topology:
         Raises:
             ValueError: If they are not.
         """
-        if not all(isinstance(group, Sequence) and all(type(rank) is int for rank in group) for group in groups):
-            raise ValueError(f"groups={groups!r} must be lists of ranks. HINT: for example [[0, 2], [1, 3]].")
+        _check_lists(groups)
         sizes = sorted({len(group) for group in groups})
         if len(sizes) != 1:
             raise ValueError(
@@ -137,6 +136,7 @@ class Topology:
         return cls(sum(len(group) for group in groups), sizes[0], tuple(tuple(group) for group in groups))
 
     def __post_init__(self) -> None:
+        _check_lists(self.groups)
         object.__setattr__(self, "groups", tuple(tuple(group) for group in self.groups))
         self._check_sizes()
         if self.groups:
@@ -262,3 +262,8 @@ def _readable(nbytes: float) -> str:
             return f"{nbytes:.3g} {unit}"
         nbytes /= 1000
     return f"{nbytes:.3g} TB"
+
+
+def _check_lists(groups: Sequence[Sequence[int]]) -> None:
+    if not all(isinstance(group, Sequence) and all(type(rank) is int for rank in group) for group in groups):
+        raise ValueError(f"groups={groups!r} must be lists of ranks. HINT: for example [[0, 2], [1, 3]].")

@@ -148,7 +148,10 @@ class Cluster:
     def _start(self) -> None:
         if self.gpus > torch.cuda.device_count():
             found = torch.cuda.device_count()
-            raise SystemExit(f"{self.gpus} GPUs are asked for, found {found}. HINT: --gpus 0 runs on the CPU.")
+            raise SystemExit(
+                f"{self.gpus} GPUs are needed, found {found}. HINT: run it where there are as many, or on the CPU, "
+                "--gpus 0, if it can."
+            )
         self.starts += 1
         self._replies = queue.Queue()
         with socket.socket() as free:
@@ -191,10 +194,8 @@ class Cluster:
 
 def described(cluster: Cluster) -> dict[str, Any]:
     """What the ranks run on, and what lies between them, as it stands in every JSON."""
-    settings = {
-        name: value for name, value in os.environ.items() if name.startswith("NCCL_") and name != "NCCL_VERSION"
-    }
-    tuned = [f"{name}={settings[name]}" for name in sorted(settings)]
+    settings = sorted(name for name in os.environ if name.startswith("NCCL_") and name != "NCCL_VERSION")
+    tuned = [f"{name}={os.environ[name]}" for name in settings]
     return cluster.call("benchmarks.lab.rank:describe")[0] | {
         "hosts": cluster.hosts, "ranks_per_host": cluster.per_host, "gpus": cluster.gpus,
         "network": ", ".join([cluster.network, *tuned]),

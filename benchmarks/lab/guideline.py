@@ -66,7 +66,7 @@ def _row(row: dict[str, Any], work: Workload, network: Network) -> dict[str, Any
     name = row["contestant"].removeprefix("paro_")
     expected = cost(Partition.parse(name), work, network)
     return {
-        "partition": name, "repeats": row["repeats"], "measured_s": row["step_s"], "predicted_s": expected.step_s,
+        "partition": name, "measured_s": row["step_s"], "predicted_s": expected.step_s,
         "error": expected.step_s / row["step_s"] - 1, "peak_bytes": row["peak_bytes"],
         "predicted_bytes": expected.memory_bytes,
     }  # fmt: skip

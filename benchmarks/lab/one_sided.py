@@ -32,14 +32,9 @@ def measure(rank: Rank, nbytes: int, pieces: int, measured: int) -> dict[str, An
         alone; and whether the results are ``equal``.
     """
     group, size = rank.groups.intra_gather, rank.topology.group_size
-    place = rank.topology.coordinates(rank.rank)[1]
     numel = nbytes // 2 // size
     shards = [torch.full((numel,), rank.rank + 1, dtype=torch.bfloat16, device=rank.device) for _ in range(pieces)]
-    parts = [[shard if peer == place else None for peer in range(size)] for shard in shards]
-    for peer, theirs in enumerate(_opened(rank, shards)):
-        if peer != place:
-            for row, shard in zip(parts, theirs, strict=True):
-                row[peer] = shard
+    parts = [*zip(*_opened(rank, shards), strict=True)]
     wholes = {
         way: [torch.empty(numel * size, dtype=torch.bfloat16, device=rank.device) for _ in shards] for way in WAYS
     }

@@ -169,42 +169,40 @@ def _count(
 
 
 def _hugging_face(name: str) -> nn.Module:
-    """The model that a config describes, of the class that it names; if it names none, a causal language model."""
-    import transformers
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     path = Path(name)
     if path.name == "config.json" and not path.is_file():
         raise FileNotFoundError(f"hf={name!r}: there is no such file. HINT: a folder that holds config.json will do.")
     if (path.is_absolute() or len(path.parts) > 2) and not path.exists():  # names on the Hub have two parts at most
         raise FileNotFoundError(f"hf={name!r}: there is no such folder. HINT: give one that holds config.json.")
+    folder = path.parent if path.name == "config.json" else name
     try:
-        folder = path.parent if path.name == "config.json" else name
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        names = [kind for kind in config.architectures or [] if isinstance(kind, str)]
-        named: list[Any] = [getattr(transformers, kind, None) for kind in names]
-        kinds = [kind for kind in named if _is_built_from(kind, config)]
-        module: nn.Module
         with torch.device("meta"):
-            if kinds:
-                module = kinds[0](config)
-            else:
-                try:
-                    module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-                except ValueError:  # there is none of this family
-                    module = AutoModel.from_config(config)  # type: ignore[no-untyped-call]
+            return _described(AutoConfig.from_pretrained(folder, trust_remote_code=False))
     except Exception as error:
         raise ValueError(
             f"hf={name!r}: no model can be built from this config: {' '.join(str(error).split())} "
             "HINT: give the number of parameters, --params."
         ) from error
+
+
+def _described(config: Any) -> nn.Module:
+    """The model of a config, of the class that it names; if it names none, a causal language model."""
+    import transformers
+
+    module: nn.Module
+    for name in config.architectures or []:
+        kind: Any = getattr(transformers, str(name), None)
+        is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+        if is_model and kind.config_class is type(config):
+            module = kind(config)
+            return module
+    try:
+        module = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    except ValueError:  # there is none of this family
+        module = transformers.AutoModel.from_config(config)  # type: ignore[no-untyped-call]
     return module
-
-
-def _is_built_from(kind: Any, config: Any) -> bool:
-    from transformers import PreTrainedModel
-
-    return isinstance(kind, type) and issubclass(kind, PreTrainedModel) and type(config) is kind.config_class
 
 
 def _lightning(build: Callable[[], LightningModule] | None) -> LightningModule:

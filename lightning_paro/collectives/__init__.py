@@ -1,5 +1,6 @@
 """PaRO-CC: the process groups of a topology, collectives in two levels, and the two moves of the ladder."""
 
+from lightning_paro.collectives._checks import ranks_by_value
 from lightning_paro.collectives._chunks import DEFAULT_CHUNK_BYTES, ChunkPlan
 from lightning_paro.collectives._groups import ProcessGroups
 from lightning_paro.collectives._ladder import BUCKET_BYTES, Ladder
@@ -23,6 +24,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "broadcast",
+    "ranks_by_value",
     "reduce_scatter",
     "slowest",
     "tune",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -12,7 +13,12 @@ from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 from lightning_paro.collectives._compat import MOVABLE
 from lightning_paro.collectives._groups import ProcessGroups
 
-__all__ = ["check_call", "check_multiple", "check_same_call", "check_src", "check_summable", "refused_together"]
+__all__ = [
+    "check_call", "check_multiple", "check_same_call", "check_src", "check_summable", "ranks_by_value",
+    "refused_together",
+]  # fmt: skip
+
+T = TypeVar("T")
 
 
 def check_call(
@@ -82,34 +88,41 @@ def check_src(what: str, world_size: int, src: int) -> None:
         )
 
 
-def check_same_call(groups: ProcessGroups, call: str) -> None:
+def check_same_call(what: str, groups: ProcessGroups, whole: Tensor, options: dict[str, object]) -> None:
     """Where torch is asked for details: that all ranks make the same call."""
     if not _is_compared(groups):
         return
-    ranks = _ranks_by_answer(groups, call)
-    if len(ranks) > 1:
-        told = "; ".join(f"{other} on ranks {which}" for other, which in ranks.items())
+    told = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    calls = _answers(groups, f"{what} of {whole.numel()} elements of {whole.dtype} ({told})")
+    if len(calls) > 1:
         raise ValueError(
-            f"ranks make different calls: {told}. HINT: every rank has to make the same calls in the same order, of "
-            "the same sizes, dtypes and options."
+            f"ranks make different calls: {'; '.join(f'{call} on ranks {ranks}' for call, ranks in calls.items())}. "
+            "HINT: every rank has to make the same calls in the same order, of the same sizes, dtypes and options."
         )
 
 
 @contextmanager
 def refused_together(groups: ProcessGroups) -> Iterator[None]:
     """Where torch is asked for details: what one rank refuses is refused on all, which would wait for it."""
-    refusal = ""
     try:
         yield
     except (TypeError, ValueError) as error:
-        refusal = str(error)
-        raise
-    finally:
         if isinstance(groups, ProcessGroups) and _is_compared(groups):
-            others = {said: which for said, which in _ranks_by_answer(groups, refusal).items() if said}
-            if others and not refusal:
-                told = "; ".join(f"ranks {which}: {said}" for said, which in others.items())
-                raise ValueError(f"this call was refused on other ranks. {told}")
+            _answers(groups, str(error))
+        raise
+    if _is_compared(groups):
+        refusals = {said: ranks for said, ranks in _answers(groups, "").items() if said}
+        if refusals:
+            told = "; ".join(f"ranks {ranks}: {said}" for said, ranks in refusals.items())
+            raise ValueError(f"this call was refused on other ranks. {told}")
+
+
+def ranks_by_value(by_rank: Iterable[T]) -> dict[T, list[int]]:
+    """Who has which value, the values in the order of the first rank that has each."""
+    ranks: dict[T, list[int]] = {}
+    for rank, value in enumerate(by_rank):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 def _is_compared(groups: ProcessGroups) -> bool:
@@ -117,11 +130,8 @@ def _is_compared(groups: ProcessGroups) -> bool:
     return groups.control is not None and get_debug_level() == DebugLevel.DETAIL
 
 
-def _ranks_by_answer(groups: ProcessGroups, answer: str) -> dict[str, list[int]]:
-    """Who gave which answer. Collective."""
+def _answers(groups: ProcessGroups, mine: str) -> dict[str, list[int]]:
+    """Which ranks gave which answer. Collective."""
     answers = [""] * groups.topology.world_size
-    dist.all_gather_object(answers, answer, group=groups.control)
-    ranks: dict[str, list[int]] = {}
-    for rank, said in enumerate(answers):
-        ranks.setdefault(said, []).append(rank)
-    return ranks
+    dist.all_gather_object(answers, mine, group=groups.control)
+    return ranks_by_value(answers)

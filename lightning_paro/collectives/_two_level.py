@@ -179,7 +179,7 @@ def broadcast(
     return _run(
         "broadcast", groups, (tensor,), algorithm, async_op, chunk_bytes,
         one_level=("intra_gather", lambda legs, role: once(legs.broadcast, role, flat, src)),
-        two_levels=lambda legs, size: _stages.spread(legs, flat, src, size), options=f"src={src}, ",
+        two_levels=lambda legs, size: _stages.spread(legs, flat, src, size), src=src,
     )  # fmt: skip
 
 
@@ -192,15 +192,15 @@ def _run(
     chunk_bytes: int | None,
     one_level: tuple[str, Callable[[Legs, str], Steps]],
     two_levels: Callable[[Legs, int], Chunks],
-    options: str = "",
+    **options: object,
 ) -> Task | None:
     """Run a collective on ``tensors``, the whole one first, in as many levels as there are."""
     device, nbytes = tensors[0].device, tensors[0].nbytes
     if chunk_bytes is None:
         chunk_bytes = _chunk_bytes(what, groups, device, nbytes)
-    options += f"algorithm={algorithm!r}, chunk_bytes={chunk_bytes}"
-    options += f", groups={groups.topology.groups or groups.topology.group_size}"
-    check_same_call(groups, f"{what} of {tensors[0].numel()} elements of {tensors[0].dtype} ({options})")
+    options |= {"algorithm": algorithm, "chunk_bytes": chunk_bytes}
+    options |= {"groups": groups.topology.groups or groups.topology.group_size}
+    check_same_call(what, groups, tensors[0], options)
     legs = Legs(groups, device, groups.traffic)
     role, collective = one_level
     if algorithm == "flat":

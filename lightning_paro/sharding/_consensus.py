@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import traceback
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_paro.collectives import ProcessGroups, Traffic
+from lightning_paro.collectives import ProcessGroups, Traffic, ranks_by_value
 from lightning_paro.topology import Partition
 
 __all__ = ["agree", "check_same_model", "describe_model", "different_paths", "maximum", "meet"]
@@ -51,7 +51,7 @@ def meet(groups: ProcessGroups, what: str, values: Tensor | None = None) -> None
         return
     everyone: list[str] = [""] * groups.topology.world_size
     dist.all_gather_object(everyone, what, group=groups.control)
-    lines = "\n".join(f"  {_ranks(ranks)}: {place}" for place, ranks in _ranks_by_value(everyone).items())
+    lines = "\n".join(f"  {_ranks(ranks)}: {place}" for place, ranks in ranks_by_value(everyone).items())
     raise RuntimeError(
         f"the ranks do different things at the same time:\n{lines}\nHINT: every rank must make the same collective "
         "calls in the same order, so call full_parameters, grad_norm, save_checkpoint and log(sync_dist=True) on all "
@@ -135,7 +135,7 @@ def check_same_model(descriptions: list[dict[str, Any]]) -> None:
     """
     lines = []
     for key in dict.fromkeys(key for description in descriptions for key in description):
-        sides = _ranks_by_value(str(description.get(key, "absent")) for description in descriptions)
+        sides = ranks_by_value(str(description.get(key, "absent")) for description in descriptions)
         if len(sides) > 1:
             lines.append(f"  {key}: " + "; ".join(f"{value} on {_ranks(r)}" for value, r in sides.items()))
     if not lines:
@@ -154,7 +154,7 @@ def different_paths(paths: list[list[str]], partition: Partition) -> RuntimeErro
     """The error for ranks that did not gather the same units; ``paths`` are the units each gathered, in order."""
     lines = []
     for unit in dict.fromkeys(unit for path in paths for unit in path):
-        counts = _ranks_by_value(path.count(unit) for path in paths)
+        counts = ranks_by_value(path.count(unit) for path in paths)
         if len(counts) > 1:
             times = "; ".join(f"{count} times on {_ranks(ranks)}" for count, ranks in counts.items())
             lines.append(f"  unit '{unit}': {times}")
@@ -164,14 +164,6 @@ def different_paths(paths: list[list[str]], partition: Partition) -> RuntimeErro
         f"these were gathered differently:\n{shown}\n"
         "HINT: make the choice of layers the same on all ranks, or use a strategy with p=N such as paro_nig."
     )
-
-
-def _ranks_by_value(by_rank: Iterable[T]) -> dict[T, list[int]]:
-    """Who has which value, the values in the order of the first rank that has each."""
-    ranks: dict[T, list[int]] = {}
-    for rank, value in enumerate(by_rank):
-        ranks.setdefault(value, []).append(rank)
-    return ranks
 
 
 def _short(dtype: torch.dtype) -> str:
