@@ -1,4 +1,4 @@
-"""The generated parts of docs/performance.md, and its pictures, from whatever JSON is in results/.
+"""The generated parts of docs/performance.md and docs/lisa.md, and pictures, from whatever JSON is in results/.
 
 python -m benchmarks.lab.page
 """
@@ -13,6 +13,8 @@ from typing import Any
 
 from benchmarks.lab import guideline, parts
 from benchmarks.lab.cluster import ROOT
+from benchmarks.lab.learning_page import LEARNING
+from benchmarks.lab.lisa_page import draw_memory, draw_time, tell_memory, tell_time
 from benchmarks.lab.pictures import (
     draw_collectives,
     draw_guideline,
@@ -24,7 +26,7 @@ from benchmarks.lab.pictures import (
 from benchmarks.lab.races import RACES, picture, tell_race
 from benchmarks.lab.report import RESULTS
 
-__all__ = ["pictures", "read", "render"]
+__all__ = ["PAGES", "pictures", "read", "render"]
 
 PAGE = ROOT / "docs" / "performance.md"
 PICTURES = PAGE.parent / "pictures"
@@ -32,8 +34,9 @@ PICTURES = PAGE.parent / "pictures"
 PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Report = dict[str, Any]
+Draw = Callable[[Any, Path], None]
 
-OTHERS: dict[str, tuple[Callable[[Report, str], Iterator[str]], Callable[[Any, Path], None]]] = {
+OTHERS: dict[str, tuple[Callable[[Report, str], Iterator[str]], Draw]] = {
     "collectives": (parts.tell_collectives, draw_collectives),
     "cpu_collectives": (parts.tell_collectives, draw_collectives),
     "scaling": (parts.tell_scaling, draw_scaling),
@@ -43,6 +46,16 @@ OTHERS: dict[str, tuple[Callable[[Report, str], Iterator[str]], Callable[[Any, P
     "trace": (parts.tell_trace, draw_phases),
 }
 """What else is measured: how it is told and drawn."""
+
+LISA: dict[str, tuple[Callable[[Report, str], Iterator[str]], dict[str, Draw]]] = {
+    "lisa_memory": (tell_memory, {"lisa-memory.png": draw_memory}),
+    "lisa_time": (tell_time, {"lisa-time.png": draw_time}),
+    **LEARNING,
+}
+"""What is measured of LISA: how it is told, and its pictures by file name."""
+
+PAGES = {PAGE: (*RACES, *OTHERS), PAGE.with_name("lisa.md"): tuple(LISA)}
+"""The parts of each page, by the name of the script."""
 
 
 def render(page: str, reports: dict[str, Report]) -> str:
@@ -57,15 +70,15 @@ def render(page: str, reports: dict[str, Report]) -> str:
         begin, name, end = match.groups()
         if name not in reports:
             return f"{begin}\nNot measured yet: there is no `benchmarks/results/{name}.json`.\n\n{end}"
-        tell = tell_race if name in RACES else OTHERS[name][0]
+        tell = tell_race if name in RACES else (OTHERS | LISA)[name][0]
         return f"{begin}\n" + "\n".join(tell(reports[name], name)).rstrip("\n") + f"\n\n{end}"
 
     return re.sub(r"\n{3,}", "\n\n", PART.sub(part, page))
 
 
-def pictures(reports: dict[str, Report]) -> dict[str, tuple[Callable[[Any, Path], None], Any]]:
+def pictures(reports: dict[str, Report]) -> dict[str, tuple[Draw, Any]]:
     """How each picture is drawn, and from what, by file name."""
-    drawn: dict[str, tuple[Callable[[Any, Path], None], Any]] = {}
+    drawn: dict[str, tuple[Draw, Any]] = {}
     for name, report in reports.items():
         if name in RACES:
             tables = [table for part in report["setups"] for table in part["tables"]]
@@ -73,12 +86,15 @@ def pictures(reports: dict[str, Report]) -> dict[str, tuple[Callable[[Any, Path]
     for name, (_, draw) in OTHERS.items():
         if name in reports:
             drawn[f"{name}.png"] = (draw, reports[name])
+    for name, (_, draws) in LISA.items():
+        if name in reports:
+            drawn |= {file: (draw, reports[name]) for file, draw in draws.items()}
     return drawn
 
 
 def read(results: Path = RESULTS) -> dict[str, Report]:
     """What was measured, by the name of the script; and what follows from several of them together."""
-    paths = {name: results / f"{name}.json" for name in (*RACES, *OTHERS)}
+    paths = {name: results / f"{name}.json" for names in PAGES.values() for name in names}
     reports = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
     if {"uneven", "scaling"} <= reports.keys():
         reports["guideline"] = guideline.compare(reports["uneven"], reports["scaling"])
@@ -87,7 +103,8 @@ def read(results: Path = RESULTS) -> dict[str, Report]:
 
 def main() -> None:
     reports = read()
-    PAGE.write_text(render(PAGE.read_text(encoding="utf-8"), reports), encoding="utf-8")
+    for page in filter(Path.exists, PAGES):
+        page.write_text(render(page.read_text(encoding="utf-8"), reports), encoding="utf-8")
     PICTURES.mkdir(exist_ok=True)
     for old in PICTURES.glob("*.png"):
         old.unlink()

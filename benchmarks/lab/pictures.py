@@ -13,6 +13,7 @@ from benchmarks.lab.contestants import partitions
 
 __all__ = [
     "digest", "draw_collectives", "draw_guideline", "draw_one_sided", "draw_phases", "draw_scaling", "draw_table",
+    "figure",
 ]  # fmt: skip
 
 MIB, GIB = 2**20, 2**30
@@ -24,7 +25,7 @@ def digest(data: Any) -> str:
 
 
 @contextmanager
-def _figure(data: Any, path: Path, panels: int, height: float) -> Iterator[Any]:
+def figure(data: Any, path: Path, panels: int, height: float) -> Iterator[Any]:
     """The panels of a picture, one beside the other, saved in the end."""
     import matplotlib
 
@@ -44,7 +45,7 @@ def draw_table(table: dict[str, Any], path: Path) -> None:
     names = [row["contestant"] for row in rows]
     colours = [_colour(name) for name in names]
     has_memory = any(row["peak_bytes"] for row in rows)
-    with _figure(table, path, 2 if has_memory else 1, 0.9 + 0.21 * len(rows)) as axes:
+    with figure(table, path, 2 if has_memory else 1, 0.9 + 0.21 * len(rows)) as axes:
         sides = [[max(0.0, r["step_s"] - r["range_s"][0]) for r in rows]]
         sides += [[max(0.0, r["range_s"][1] - r["step_s"]) for r in rows]]
         axes[0].barh(names, [r["step_s"] for r in rows], color=colours, xerr=sides, error_kw={"linewidth": 1})
@@ -67,7 +68,7 @@ def _colour(name: str) -> str:
 def draw_collectives(report: dict[str, Any], path: Path) -> None:
     """How many times as fast two levels are as one, against the size."""
     parts = report["setups"]
-    with _figure(report, path, len(parts), 3.4) as axes:
+    with figure(report, path, len(parts), 3.4) as axes:
         for axis, part in zip(axes, parts, strict=True):
             for operation in dict.fromkeys(row["operation"] for row in part["rows"]):
                 rows = [row for row in part["rows"] if row["operation"] == operation]
@@ -91,7 +92,7 @@ def draw_scaling(report: dict[str, Any], path: Path) -> None:
         ("parameters", "parameters", f"s={size}; dashed: the planner", ("accumulate", size)),
         ("accumulate", "micro-batches a step", base, ("model", base)),
     )
-    with _figure(report, path, len(panels), 3.6) as axes:
+    with figure(report, path, len(panels), 3.6) as axes:
         for axis, (key, label, title, (where, value)) in zip(axes, panels, strict=True):
             rows = [row for row in report["rows"] if row[where] == value]
             for number, name in enumerate(dict.fromkeys(row["contestant"] for row in report["rows"])):
@@ -109,7 +110,7 @@ def draw_scaling(report: dict[str, Any], path: Path) -> None:
 
 def draw_guideline(report: dict[str, Any], path: Path) -> None:
     """Measured step time of every partition, and what was predicted for it, a panel for each setting."""
-    with _figure(report, path, len(report["settings"]), 4.2) as axes:
+    with figure(report, path, len(report["settings"]), 4.2) as axes:
         for axis, setting in zip(axes, report["settings"], strict=True):
             rows = setting["rows"][::-1]
             names = [row["partition"] for row in rows]
@@ -123,7 +124,7 @@ def draw_guideline(report: dict[str, Any], path: Path) -> None:
 
 def draw_one_sided(report: dict[str, Any], path: Path) -> None:
     """How much longer a computation takes beside gathers of each kind, against their size."""
-    with _figure(report, path, len(report["setups"]), 3.4) as axes:
+    with figure(report, path, len(report["setups"]), 3.4) as axes:
         for axis, part in zip(axes, report["setups"], strict=True):
             rows, setup = part["rows"], part["setup"]
             sizes = [row["mebibytes"] for row in rows]
@@ -141,7 +142,7 @@ def draw_one_sided(report: dict[str, Any], path: Path) -> None:
 def draw_phases(report: dict[str, Any], path: Path) -> None:
     """The parts of a step, one on top of the other, of everybody that was traced."""
     who = list(report["phases_s"])
-    with _figure(report, path, 1, 0.6 + 0.5 * len(who)) as (axis,):
+    with figure(report, path, 1, 0.6 + 0.5 * len(who)) as (axis,):
         left = [0.0] * len(who)
         for phase in dict.fromkeys(phase for parts in report["phases_s"].values() for phase in parts):
             widths = [1000 * parts.get(phase, 0.0) for parts in report["phases_s"].values()]

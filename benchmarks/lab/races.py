@@ -12,7 +12,7 @@ from benchmarks.lab.contestants import CONTESTANTS, HSDP, partitions
 from benchmarks.lab.report import left_out
 from benchmarks.lab.text import setup_line, table, where
 
-__all__ = ["RACES", "picture", "tell_race"]
+__all__ = ["RACES", "bars_table", "picture", "tell_race"]
 
 RACES = {"uneven": list(CONTESTANTS), "even": even.PAIRS, "cpu_hosts": cpu_hosts.NAMES}
 """Scripts that race, and whom each would run."""
@@ -42,7 +42,7 @@ def tell_race(report: dict[str, Any], name: str) -> Iterator[str]:
             yield from (f"![Step times of {title}](pictures/{picture(name, number)})", "")
             bars = [bar for bar in one["bars"] if bar["value"] is not None]
             if bars:
-                yield from (*_bars(bars), "")
+                yield from (*bars_table(bars), "")
             yield from (f"* {line}" for line in chain(_limits(part["setup"], rows), _memory(rows), _unsteady(rows)))
             yield ""
     missing = list(_missing(report, RACES[name], name == "uneven"))
@@ -81,7 +81,7 @@ def _ratio(row: dict[str, Any], key: str) -> str:
     return f"{row[key]:.2f}" if row[key] and row["loss"] else ""  # legs train nothing
 
 
-def _bars(bars: list[dict[str, Any]]) -> list[str]:
+def bars_table(bars: list[dict[str, Any]]) -> list[str]:
     return table({
         "bar": [bar["text"] for bar in bars],
         "needed": [f"{'≥' if bar['at_least'] else '≤'} {bar['needed']}" for bar in bars],

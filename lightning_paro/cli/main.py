@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable
 
-from jsonargparse import auto_cli
+from jsonargparse import ArgumentParser, auto_cli
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_paro  # noqa: F401 - registers the strategies
+from lightning_paro.cli.lisa_memory import lisa_memory
 from lightning_paro.cli.plan import plan
 from lightning_paro.cli.probe import probe
 
 __all__ = ["main"]
 
 ABOUT = (
-    "Lightning's subcommands, with the paro strategies known, and two of our own: plan, which computes the partition "
-    "to take, and probe, which measures the network. See lightning-paro plan --help and lightning-paro probe --help."
+    "Lightning's subcommands, with the paro strategies known, and three of our own: plan, which computes the partition "
+    "to take, probe, which measures the network, and lisa-memory, which computes what LISA takes. See lightning-paro "
+    "plan --help, lightning-paro probe --help and lightning-paro lisa-memory --help."
 )
-VERBS: dict[str, Callable[..., None]] = {"plan": plan, "probe": probe}
+VERBS: dict[str, Callable[..., None]] = {"plan": plan, "probe": probe, "lisa-memory": lisa_memory}
 
 
 def main() -> None:
@@ -34,9 +37,18 @@ def main() -> None:
         LightningCLI(subclass_mode_model=True, subclass_mode_data=True, parser_kwargs={"description": ABOUT})
     else:
         try:
-            auto_cli(verb, args=sys.argv[2:], as_positional=False, prog=f"lightning-paro {sys.argv[1]}")
+            _call(verb, sys.argv[2:], f"lightning-paro {sys.argv[1]}")
         except (ValueError, OSError, ImportError) as error:  # of what was asked: no traceback
             sys.exit(f"lightning-paro {sys.argv[1]}: {error}")
+
+
+def _call(verb: Callable[..., None], arguments: list[str], prog: str) -> None:
+    if "config" in inspect.signature(verb).parameters:  # auto_cli has an option of this name, for a file of options
+        parser = ArgumentParser(prog=prog, description=(verb.__doc__ or "").partition("\n")[0])
+        parser.add_function_arguments(verb, as_group=False, as_positional=False)
+        verb(**parser.parse_args(arguments).as_dict())
+    else:
+        auto_cli(verb, args=arguments, as_positional=False, prog=prog)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from lightning.pytorch import LightningModule
 from rich.console import Console
-from torch import nn
 
 from lightning_paro import planner
+from lightning_paro.cli._hugging_face import model_of_config
 from lightning_paro.planner import Network, Plan, StateBytes, Workload
 from lightning_paro.sharding import find_units
 from lightning_paro.topology import Topology
@@ -155,7 +155,10 @@ def _count(
         )
     if params is not None:
         return params, params, 0.0, 0.0
-    module = _hugging_face(hf) if hf is not None else _lightning(model)
+    if hf is not None:
+        module = model_of_config(hf, "hf", "give the number of parameters, --params.")
+    else:
+        module = _lightning(model)
     rest, units = 0, [0]
     for unit in find_units(module, "auto"):
         size = sum(parameter.numel() for _, parameter in unit.parameters)
@@ -166,43 +169,6 @@ def _count(
     parameters = list(module.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     return sum(parameter.numel() for parameter in parameters), trained, rest, max(units)
-
-
-def _hugging_face(name: str) -> nn.Module:
-    from transformers import AutoConfig
-
-    path = Path(name)
-    if path.name == "config.json" and not path.is_file():
-        raise FileNotFoundError(f"hf={name!r}: there is no such file. HINT: a folder that holds config.json will do.")
-    if (path.is_absolute() or len(path.parts) > 2) and not path.exists():  # names on the Hub have two parts at most
-        raise FileNotFoundError(f"hf={name!r}: there is no such folder. HINT: give one that holds config.json.")
-    folder = path.parent if path.name == "config.json" else name
-    try:
-        with torch.device("meta"):
-            return _described(AutoConfig.from_pretrained(folder, trust_remote_code=False))
-    except Exception as error:
-        raise ValueError(
-            f"hf={name!r}: no model can be built from this config: {' '.join(str(error).split())} "
-            "HINT: give the number of parameters, --params."
-        ) from error
-
-
-def _described(config: Any) -> nn.Module:
-    """The model of a config, of the class that it names; if it names none, a causal language model."""
-    import transformers
-
-    module: nn.Module
-    for name in config.architectures or []:
-        kind: Any = getattr(transformers, str(name), None)
-        is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
-        if is_model and kind.config_class is type(config):
-            module = kind(config)
-            return module
-    try:
-        module = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    except ValueError:  # there is none of this family
-        module = transformers.AutoModel.from_config(config)  # type: ignore[no-untyped-call]
-    return module
 
 
 def _lightning(build: Callable[[], LightningModule] | None) -> LightningModule:

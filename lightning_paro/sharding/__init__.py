@@ -4,14 +4,16 @@ from lightning_paro.sharding._consensus import agree
 from lightning_paro.sharding._engine import Engine
 from lightning_paro.sharding._policy import PrecisionPolicy
 from lightning_paro.sharding._state_dict import load_optimizer_state_dict, optimizer_state_dict
-from lightning_paro.sharding._units import UnitSpec, find_units
+from lightning_paro.sharding._units import UnitSpec, embeddings_of, find_units, repeated_blocks
 
 __all__ = [
     "Engine",
     "PrecisionPolicy",
     "UnitSpec",
     "agree",
+    "embeddings_of",
     "find_units",
     "load_optimizer_state_dict",
     "optimizer_state_dict",
+    "repeated_blocks",
 ]

@@ -222,7 +222,9 @@ class Engine:
                 return shards
         raise ValueError(f"{type(optimizer).__name__} is not an optimizer of this module.")
 
-    def set_trainable(self, parameters: Iterable[nn.Parameter], flag: bool, keep_master: bool = False) -> None:
+    def set_trainable(
+        self, parameters: Iterable[nn.Parameter], flag: bool, keep_master: bool = False, keep_state: bool = False
+    ) -> None:
         """Freeze or unfreeze parameters, on every rank alike.
 
         A flat whose parameters are all frozen gives back its gradients, optimizer state and master weights, and takes
@@ -233,6 +235,7 @@ class Engine:
             flag: Whether they are trained.
             keep_master: Keep the master weights of what is frozen: without them an update below the resolution of the
                 compute dtype is lost.
+            keep_state: Let optimizers keep their state of what is frozen.
         """
         touched: dict[int, Flat] = {}
         for parameter in parameters:
@@ -244,7 +247,7 @@ class Engine:
                 flat.unfreeze()
             elif flat.trainable and not any(slot.parameter.requires_grad for slot in flat.slots):
                 flat.freeze(keep_master)
-                for shards in self.optimizers:
+                for shards in self.optimizers if not keep_state else ():
                     for entry in flat.entries:
                         if entry is not None:
                             shards.optimizer.state.pop(entry, None)

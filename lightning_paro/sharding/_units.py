@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-__all__ = ["LARGE_BYTES", "UnitSpec", "UnitsArgument", "find_units", "repeated_blocks"]
+__all__ = ["LARGE_BYTES", "UnitSpec", "UnitsArgument", "embeddings_of", "find_units", "repeated_blocks"]
 
 LARGE_BYTES = 50_000_000
 """An embedding or head above this size is let go after use, like a block."""
@@ -38,7 +38,8 @@ def repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
     parameters outside the input and output embeddings; of nested stacks the outermost counts. A child that only lists
     others, and is never called itself, stands for those; tables whose rows are looked up from outside are no blocks.
     """
-    embeddings = {id(p) for module in _embeddings(root) for p in module.parameters()}
+    ends = (*embeddings_of(root, "input"), *embeddings_of(root, "output"))
+    embeddings = {id(p) for module in ends for p in module.parameters()}
     sizes = {id(p): p.numel() for p in root.parameters() if id(p) not in embeddings}
     total = sum(sizes.values())
     blocks: dict[str, nn.Module] = {}
@@ -69,17 +70,16 @@ def _inside(name: str, other: str) -> bool:
     return name == other or name.startswith(f"{other}.")
 
 
-def _embeddings(root: nn.Module) -> list[nn.Module]:
-    """Input and output embeddings of every transformers model inside ``root``."""
+def embeddings_of(root: nn.Module, end: Literal["input", "output"]) -> list[nn.Module]:
+    """The input or output embeddings of every transformers model inside ``root``."""
     found = []
     for module in root.modules():
-        for getter in ("get_input_embeddings", "get_output_embeddings"):
-            try:
-                embedding = getattr(module, getter)()
-            except (AttributeError, NotImplementedError, TypeError):
-                continue  # not a transformers model, or one without that embedding
-            if isinstance(embedding, nn.Module):
-                found.append(embedding)
+        try:
+            embedding = getattr(module, f"get_{end}_embeddings")()
+        except (AttributeError, NotImplementedError, TypeError):
+            continue  # not a transformers model, or one without that embedding
+        if isinstance(embedding, nn.Module):
+            found.append(embedding)
     return found
 
 

@@ -42,7 +42,7 @@ def test_a_room_imports_what_the_table_says(room: str) -> None:
     assert names - {room} == TABLE[room]
 
 
-@pytest.mark.parametrize("room", ["topology", "collectives", "sharding", "planner"])
+@pytest.mark.parametrize("room", ["topology", "collectives", "sharding", "planner", "algorithms"])
 def test_a_room_of_plain_torch_knows_no_lightning(room: str) -> None:
     lightning = re.compile(r"(lightning|pytorch_lightning|lightning_(?!paro\b)\w+)\b")
     assert not [name for name in imported(room) if lightning.match(name)]

@@ -1,30 +1,38 @@
-"""docs/performance.md and its pictures are what the committed results say."""
+"""Pages about measurements, and their pictures, are what the committed results say."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-from benchmarks.lab.page import OTHERS, PAGE, PART, PICTURES, RACES, pictures, read, render
+import pytest
+
+from benchmarks.lab.page import PAGES, PART, PICTURES, pictures, read, render
 from benchmarks.lab.pictures import digest
 
-PAGE_TEXT = PAGE.read_text(encoding="utf-8")
+TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES if page.exists()}
 REPORTS = read()
 
 
-def test_the_generated_parts_are_fresh() -> None:
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.stem)
+def test_the_generated_parts_are_fresh(page: Path) -> None:
     """If not: python -m benchmarks.lab.page."""
-    assert render(PAGE_TEXT, REPORTS) == PAGE_TEXT
+    assert render(TEXTS[page], REPORTS) == TEXTS[page]
 
 
-def test_every_script_has_its_part_and_something_was_measured() -> None:
-    names = [name for _, name, _ in PART.findall(PAGE_TEXT)]
-    assert sorted(names) == sorted([*RACES, *OTHERS])
-    assert REPORTS.keys() <= set(names)
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.stem)
+def test_every_script_has_its_part(page: Path) -> None:
+    names = [name for _, name, _ in PART.findall(TEXTS[page])]
+    assert sorted(names) == sorted(PAGES[page])
+
+
+def test_something_was_measured_and_is_on_a_page() -> None:
     assert "uneven" in REPORTS
+    assert REPORTS.keys() <= {name for text in TEXTS.values() for _, name, _ in PART.findall(text)}
 
 
 def test_pictures_are_small_and_drawn_from_these_results() -> None:
-    shown = re.findall(r"\]\(pictures/([\w-]+\.png)\)", PAGE_TEXT)
+    shown = re.findall(r"\]\(pictures/([\w-]+\.png)\)", "".join(TEXTS.values()))
     drawn = pictures(REPORTS)
     assert sorted(shown) == sorted(drawn) == sorted(path.name for path in PICTURES.iterdir())
     for name, (_, data) in drawn.items():

@@ -1,0 +1,104 @@
+"""Where LISA cannot be right it is refused, before anything is built, with what to do instead."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+
+from lightning_paro.algorithms.anatomy import Anatomy
+from lightning_paro.strategies import ParoStrategy
+
+__all__ = ["check_checkpointing", "check_compiled", "check_optimizers", "check_trainer", "check_units"]
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Refuse strategies and callbacks that layers cannot be frozen and woken under."""
+    strategy = trainer.strategy
+    if isinstance(strategy, DeepSpeedStrategy):
+        raise ValueError(
+            "LISA cannot run under DeepSpeedStrategy: DeepSpeed decides once which parameters it trains, and gives "
+            "optimizer state to all of them. HINT: Trainer(strategy='paro_nng') partitions like ZeRO-1, 'paro_ggg' "
+            "like ZeRO-3."
+        )
+    if isinstance(strategy, DDPStrategy) and strategy._ddp_kwargs.get("static_graph"):
+        raise ValueError(
+            "LISA trains other layers in every period, and static_graph=True says that the graph never changes. HINT: "
+            "DDPStrategy() without static_graph."
+        )
+    if isinstance(strategy, FSDPStrategy) and not strategy.kwargs.get("use_orig_params", True):
+        raise ValueError(
+            "FSDPStrategy(use_orig_params=False) merges the parameters of a unit, so LISA cannot freeze some of them. "
+            "HINT: leave use_orig_params out, with one unit a layer (auto_wrap_policy={TheLayerClass})."
+        )
+    others = [type(c).__name__ for c in trainer.callbacks if isinstance(c, BaseFinetuning)]  # type: ignore[attr-defined]
+    if others:
+        raise ValueError(f"LISA and {others[0]} both freeze and unfreeze layers. HINT: use one of them.")
+
+
+def check_optimizers(trainer: Trainer, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters that no optimizer, or more than one, would update: they would never or doubly be trained."""
+    held: dict[int, int] = {}
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                held[id(parameter)] = held.get(id(parameter), 0) + 1
+    wrong = [name for name, parameter in parameters.items() if held.get(id(parameter)) != 1]
+    if wrong:
+        count = held.get(id(parameters[wrong[0]]), 0)
+        raise ValueError(
+            f"{count} param groups hold '{wrong[0]}'{f' ({len(wrong) - 1} more are wrong)' if len(wrong) > 1 else ''}, "
+            "which LISA is to train; expected one. HINT: give all parameters to one optimizer in configure_optimizers: "
+            "LISA freezes them later, so none is frozen yet when optimizers are built."
+        )
+
+
+def check_checkpointing(module: nn.Module, embeddings_train: bool) -> None:
+    """Refuse reentrant activation checkpointing if what comes first may be frozen: nothing would be trained at all."""
+    for part in module.modules():
+        function = getattr(part, "_gradient_checkpointing_func", None)
+        options = function.keywords if isinstance(function, functools.partial) else {}
+        is_on = getattr(part, "gradient_checkpointing", False)
+        if is_on and options.get("use_reentrant") and not embeddings_train:
+            raise ValueError(
+                "activation checkpointing with use_reentrant=True needs an input that requires a gradient, which "
+                "frozen embeddings do not give: no layer would be trained. HINT: "
+                'model.gradient_checkpointing_enable({"use_reentrant": False}), or train_embeddings="always".'
+            )
+
+
+def check_compiled(module: LightningModule, layers: Iterable[str]) -> None:
+    """Say that a model which is compiled as a whole is compiled anew in every period."""
+    names = set(layers)
+    for name, part in module.named_modules():
+        inside = [layer for layer in names if layer.startswith(f"{name}.")] if name else list(names)
+        is_compiled = type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None
+        if is_compiled and len(inside) > 1:
+            rank_zero_warn(
+                f"'{name or type(part).__name__}' is compiled as a whole and will be compiled anew for every set of "
+                "layers that LISA trains, until torch gives up. HINT: compile each layer: `for layer in layers: "
+                "layer.compile()` takes two variants."
+            )
+
+
+def check_units(trainer: Trainer, anatomy: Anatomy) -> None:
+    """Say that a layer which shares a unit with others does not give back all it could."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, ParoStrategy):
+        return
+    for name, parameters in anatomy.layers.items():
+        own = {id(parameter) for parameter in parameters.values()}
+        for parameter in parameters.values():
+            flat, _ = strategy.engine.locate(parameter)
+            if any(id(slot.parameter) not in own for slot in flat.slots):
+                rank_zero_warn(
+                    f"layer '{name}' shares the unit '{flat.unit}' with other parameters, so its gradients and master "
+                    "weights stay when LISA freezes it. HINT: leave ParoStrategy's `units` at 'auto', or give it the "
+                    "class of the layers."
+                )
+                return

@@ -1,0 +1,424 @@
+"""LISA: fine-tuning that trains embeddings, head and a few freshly drawn layers at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_paro.algorithms.anatomy import Anatomy, dissect
+from lightning_paro.algorithms.sampling import SCORED, Draw, Sampler, draw
+from lightning_paro.callbacks import _lisa_checks as checks
+from lightning_paro.callbacks._budget import Budget
+from lightning_paro.callbacks._heatmap import Period, write_heatmap
+from lightning_paro.callbacks._lisa_report import memory_report
+from lightning_paro.callbacks._moments import Offloaded
+from lightning_paro.callbacks._parts import Parts, When
+from lightning_paro.callbacks._scores import GradientNorms, weight_norms
+from lightning_paro.callbacks._sharded_checkpoint import expect_state_of_all, expect_state_of_some
+from lightning_paro.callbacks._warmup import Warmup
+from lightning_paro.state_access import StateAccess, postpone_ddp, state_access
+
+__all__ = ["LISA"]
+
+
+class LISA(Callback):
+    """Trains embeddings, head and ``num_layers`` other layers, drawn anew every ``interval`` optimizer steps.
+
+    What is not trained has no gradient and no optimizer state: fine-tuning all of a model takes the memory of a small
+    part of it. Param groups stay as configure_optimizers built them, so schedulers run on across periods.
+
+    Reference: Pan et al., "LISA: Layerwise Importance Sampling for Memory-Efficient Large Language Model Fine-Tuning",
+    NeurIPS 2024, algorithm 1.
+
+    Args:
+        num_layers: How many layers are trained at a time (γ in the paper).
+        interval: Optimizer steps of a period (K in the paper).
+        layers: Where the layers are: ``"auto"`` finds them; or the path of the list that holds them, or several.
+        sampler: ``"uniform"`` as in the paper; ``"cyclic"``: one permutation of all layers after the other;
+            ``"weight_norm"`` or ``"grad_norm"``: in proportion to the norm of weights, or to a moving average of that
+            of gradients, of which a tenth is uniform; or a callable from a
+            :class:`~lightning_paro.algorithms.sampling.Draw` to the layers' numbers.
+        state_policy: What becomes of the optimizer state of layers that are frozen. ``"drop_frozen"``: forgotten.
+            ``"reset_all"``: at each switch all state is forgotten, that of embeddings and head as well, as in the
+            paper's runs. ``"offload"``: moved to pinned host memory, and fetched ahead of the period that needs it.
+            ``"keep"``: kept where it is, which grows to that of full fine-tuning.
+        train_embeddings: ``"always"``; ``"sampled"``: as one more layer that may be drawn; ``"never"``.
+        train_head: Likewise. A head that is tied to the embeddings counts as embeddings.
+        warmup: After a layer was activated its j-th step is scaled by j / (warmup + 1), for this many steps: fresh
+            moments make the first steps about four times as large as later ones.
+        keep_master: Under ParoStrategy: keep the fp32 master weights of frozen layers. Without them what is smaller
+            than the resolution of the compute dtype is lost whenever a layer is frozen.
+        memory_budget: Bytes that a rank may use, or for example ``"20GiB"``: train as many layers as fit, with Adam,
+            instead of ``num_layers``. On a GPU the first period trains one layer and shows what activations take;
+            elsewhere weights, gradients and optimizer state count.
+        seed: Of the draws; no other generator is touched.
+
+    Raises:
+        ValueError: If an argument is not understood, or if the model, the optimizers or the strategy do not allow it;
+            each message says what to do.
+
+    Example::
+
+        Trainer(callbacks=[LISA(num_layers=2, interval=20)], precision="bf16-true")
+    """
+
+    def __init__(
+        self,
+        num_layers: int = 2,
+        interval: int = 20,
+        layers: str | list[str] = "auto",
+        sampler: Literal["uniform", "cyclic", "weight_norm", "grad_norm"] | Sampler = "uniform",
+        state_policy: Literal["drop_frozen", "reset_all", "offload", "keep"] = "drop_frozen",
+        train_embeddings: When = "always",
+        train_head: When = "always",
+        warmup: int = 0,
+        keep_master: bool = False,
+        memory_budget: int | str | None = None,
+        seed: int = 0,
+    ) -> None:
+        _integer("num_layers", num_layers, 0)
+        _integer("interval", interval, 1)
+        _integer("warmup", warmup, 0)
+        _integer("seed", seed, None)
+        if not callable(sampler):
+            _one_of("sampler", sampler, ("uniform", "cyclic", *SCORED))
+        _one_of("state_policy", state_policy, ("drop_frozen", "reset_all", "offload", "keep"))
+        _one_of("train_embeddings", train_embeddings, ("always", "sampled", "never"))
+        _one_of("train_head", train_head, ("always", "sampled", "never"))
+        self.num_layers = num_layers
+        self.interval = interval
+        self.layers = layers
+        self.sampler = sampler
+        self.state_policy = state_policy
+        self.train_embeddings = train_embeddings
+        self.train_head = train_head
+        self.warmup = warmup
+        self.keep_master = keep_master
+        self.memory_budget = memory_budget
+        self._budget = None if memory_budget is None else Budget(memory_budget)
+        self.seed = seed
+        self.active: tuple[int, ...] = ()
+        """Numbers of the layers that are trained now, in :attr:`names`."""
+        self.names: list[str] = []
+        """What is drawn from, by name of the layer's module."""
+        self.periods: list[Period] = []
+        """Number of each period so far, the optimizer steps before it, and the layers it trained."""
+        self._parts = Parts(Anatomy({}, {}, {}, {}, tied=False), "always", "always")
+        self._steps = 0
+        self._period = -1
+        self._since: dict[int, int] = {}  # steps made when a layer was activated
+        self._norms = GradientNorms(0)
+        self._state_bytes = 0
+        self._measured = -1
+        self._cleared = 0
+        self._resumed: Mapping[str, Any] | None = None
+        self._counted: torch.optim.Optimizer | None = None
+        self._ahead: tuple[int, tuple[int, ...]] | None = None  # a period and its layers
+        self._offloaded = Offloaded()
+        self._ramp: Warmup | None = None
+        self._bar: Any = None
+
+    # ---- what the user may ask ------------------------------------------------------------------------------
+
+    memory_report = staticmethod(memory_report)
+
+    @property
+    def active_layers(self) -> list[str]:
+        """Names of the layers that are trained now."""
+        return [self.names[index] for index in self.active]
+
+    @property
+    def trainable(self) -> int:
+        """Number of parameters that are trained now."""
+        return self._parts.trainable(self.active)
+
+    # ---- set-up ---------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        checks.check_trainer(trainer)
+        if isinstance(trainer.strategy, DDPStrategy):
+            with contextlib.suppress(ValueError):  # layers may not be there before configure_model
+                layers = dissect(pl_module, self.layers).layers.values()
+                postpone_ddp(pl_module, [p for layer in layers for p in layer.values()])
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        anatomy = dissect(pl_module, self.layers)
+        self._ahead = None
+        self._parts = parts = Parts(anatomy, self.train_embeddings, self.train_head)
+        names = parts.names
+        if names != self.names:
+            self.names, self.periods, self.active, self._since = names, [], (), {}
+            self._steps, self._period, self._norms = 0, -1, GradientNorms(len(names))
+        if self._budget is not None and self._period < 0:
+            self.num_layers = self._budget.begin(trainer, parts.counts(_numel(pl_module)))
+        if self.num_layers > len(names):
+            raise ValueError(
+                f"num_layers={self.num_layers}, but there are {len(names)} layers to draw from: {_ends(names)}. HINT: "
+                "fewer, or train all of the model without LISA."
+            )
+        checks.check_checkpointing(pl_module, self.train_embeddings == "always")
+        checks.check_compiled(pl_module, anatomy.layers)
+        checks.check_units(trainer, anatomy)
+        checks.check_optimizers(trainer, self._parts.all)
+        layers = {id(p) for p in parts.of(range(len(names))).values()}
+        for optimizer in trainer.optimizers:
+            if any(id(p) in layers for group in optimizer.param_groups for p in group["params"]):
+                self._counted = optimizer
+                break
+        else:
+            self._counted = trainer.optimizers[0]
+        expect_state_of_some(trainer.strategy, self._parts.all)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        expect_state_of_all(trainer.strategy)
+        self._resume()
+        for parameter in self._parts.all.values():
+            parameter.requires_grad_(True)
+        access = state_access(trainer)
+        period = self._steps // self.interval
+        if period != self._period:
+            self._note(period, self._draw(trainer, pl_module, period))
+        self._freeze(access, {**self._parts.others(self.active), **self._parts.never})
+        if self.warmup:
+            self._ramp = Warmup(trainer.optimizers)
+        self._show_in(trainer)
+        self._measured = -1
+        rank_zero_info(
+            f"LISA trains {self.trainable:,} of {self._parts.trainable(range(len(self.names))):,} parameters at a "
+            f"time, {self.num_layers} of {len(self.names)} layers for {self.interval} steps each."
+        )
+
+    # ---- training -------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        period = self._steps // self.interval
+        if period != self._period:  # only after a step: never in the middle of an accumulation
+            self._switch(trainer, pl_module, period)
+        elif self.state_policy == "offload" and (self._steps + 1) % self.interval == 0 and self._is_known_ahead:
+            coming = [i for i in self._draw(trainer, pl_module, period + 1) if i not in self.active]
+            states = state_access(trainer).optimizer_state(self._parts.of(coming).values())
+            self._offloaded.prefetch(states, pl_module.device)
+        seen = {f"lisa/layer_{place}": index for place, index in enumerate(self.active)}
+        seen |= {"lisa/trainable": self.trainable, "lisa/state_bytes": self._state_bytes}
+        # on the host: a number would be copied to the device, for which the host would wait
+        pl_module.log_dict({name: torch.tensor(float(value)) for name, value in seen.items()})
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        if self._ramp is not None:
+            for j in range(1, self.warmup + 1):
+                fresh = [index for index, since in self._since.items() if self._steps - since + 1 == j]
+                if fresh:
+                    self._ramp.begin(state_access(trainer), self._parts.of(fresh).keys(), j / (self.warmup + 1))
+        if optimizer is self._counted:
+            if self.sampler == "grad_norm":
+                self._norms.observe(state_access(trainer), self._parts.layers, self.active)
+            self._steps += 1
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if pl_module.automatic_optimization and self._steps != self._cleared:
+            self._cleared = self._steps
+            for optimizer in trainer.optimizers:  # Lightning does it after the next forward, whose peak they add to
+                optimizer.zero_grad()
+        if self._measured != self._period and self._steps > self._period * self.interval:
+            self._measured = self._period
+            self._measure(state_access(trainer))
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._wake(trainer)
+        folder = trainer.log_dir
+        if folder is not None and trainer.loggers and trainer.is_global_zero and self.periods:
+            write_heatmap(Path(folder), trainer.loggers, self.names, self.periods)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._wake(trainer)
+
+    def _wake(self, trainer: Trainer) -> None:
+        """Leave the module as the user had it; no rank waits for another here."""
+        expect_state_of_all(trainer.strategy)
+        for parameter in self._parts.all.values():
+            parameter.requires_grad_(True)
+        if self._ramp is not None:
+            self._ramp.close()
+            self._ramp = None
+        if self._bar is not None:
+            vars(self._bar).pop("get_metrics", None)
+            self._bar = None
+
+    # ---- switching ------------------------------------------------------------------------------------------
+
+    def _switch(self, trainer: Trainer, pl_module: LightningModule, period: int) -> None:
+        """Freeze what is done, wake what comes."""
+        access = state_access(trainer)
+        if self._budget is not None and self._budget.is_open and self._steps > 1:  # state is there after the first
+            self._ahead = None
+            self.num_layers = self._budget.choose(trainer, self._parts.counts(_numel(pl_module)))
+            rank_zero_info(f"LISA trains {self.num_layers} layers at a time, which fit into {self.memory_budget}.")
+        chosen = self._draw(trainer, pl_module, period)
+        leaving = self._parts.of(i for i in self.active if i not in chosen)
+        coming = self._parts.of(i for i in chosen if i not in self.active)
+        self._freeze(access, leaving)
+        if self.state_policy == "reset_all":
+            access.drop_state(self._parts.all.values())
+            self._since.clear()
+        access.set_trainable(coming.values(), True)
+        if self.state_policy == "offload":
+            self._offloaded.fetch(access.optimizer_state(coming.values()), pl_module.device)
+        self._note(period, chosen)
+
+    def _freeze(self, access: StateAccess, parameters: Mapping[str, nn.Parameter]) -> None:
+        keeps = self.state_policy in ("keep", "offload")
+        access.set_trainable(parameters.values(), False, keep_master=self.keep_master, keep_state=keeps)
+        if self.state_policy == "offload":
+            self._offloaded.evict(access.optimizer_state(parameters.values()))
+
+    def _note(self, period: int, chosen: tuple[int, ...]) -> None:
+        self._since = {index: self._since.get(index, self._steps) for index in chosen}
+        self.active, self._period = chosen, period
+        self.periods.append((period, self._steps, chosen))
+
+    # ---- drawing --------------------------------------------------------------------------------------------
+
+    @property
+    def _is_known_ahead(self) -> bool:
+        return self.sampler not in SCORED
+
+    def _draw(self, trainer: Trainer, pl_module: LightningModule, period: int) -> tuple[int, ...]:
+        """The layers of a period, the same on all ranks; a sampler is asked once for each."""
+        if self._ahead is not None and self._ahead[0] == period:
+            return self._ahead[1]
+        scores: Sequence[float] = ()
+        if self.sampler == "weight_norm":
+            modules = dict(pl_module.named_modules())
+            parts = [modules.get(name) if name not in ("embeddings", "head") else None for name in self.names]
+            scores = weight_norms(state_access(trainer), parts, self._parts.layers)
+        elif self.sampler == "grad_norm":
+            scores = self._norms.scores()
+        chosen = draw(self.sampler, Draw(period, len(self.names), self.num_layers, self.seed), scores)
+        if callable(self.sampler) or scores:  # what a rank computed itself may differ in the last bit, or be random
+            chosen = tuple(trainer.strategy.broadcast(chosen))
+        self._ahead = (period, chosen)
+        return chosen
+
+    # ---- what it shows --------------------------------------------------------------------------------------
+
+    def _measure(self, access: StateAccess) -> None:
+        """Bytes of optimizer state on this rank's device; nothing frozen may be among them."""
+        states = access.optimizer_state(self._parts.all.values())
+        asleep = self._parts.others(self.active)
+        if self.state_policy in ("drop_frozen", "reset_all"):
+            left = [name for name in states if name in asleep or name in self._parts.never]
+            if left:
+                raise RuntimeError(
+                    f"the optimizer holds state of '{left[0]}'{f' and {len(left) - 1} more' if len(left) > 1 else ''}, "
+                    "which LISA has frozen: it makes state for parameters without a gradient. HINT: use an optimizer "
+                    'that makes it when it first steps, as torch\'s do, or state_policy="keep".'
+                )
+        away = asleep if self.state_policy == "offload" else ()
+        here = [state for name, state in states.items() if name not in away]
+        self._state_bytes = sum(v.nbytes for state in here for v in state.values() if isinstance(v, Tensor))
+
+    def _show_in(self, trainer: Trainer) -> None:
+        """Add what is trained to the progress bar, as text."""
+        self._bar = bar = trainer.progress_bar_callback
+        if bar is not None:
+            of_class = type(bar).get_metrics
+
+            def get_metrics(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+                return {**of_class(bar, trainer, pl_module), "lisa": self._line()}
+
+            bar.get_metrics = get_metrics  # type: ignore[method-assign]
+
+    def _line(self) -> str:
+        layers = ",".join(str(index) for index in self.active) or "none"
+        return f"layers {layers}, {_short(self.trainable)} trained, {_short(self._state_bytes)}B of state"
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        self._offloaded.synchronize()
+        return {
+            "drawn_by": self._drawn_by(),
+            "names": list(self.names),
+            "num_layers": self.num_layers,
+            "is_budget_open": self._budget is not None and self._budget.is_open,
+            "steps": self._steps,
+            "period": self._period,
+            "active": list(self.active),
+            "since": dict(self._since),
+            "norms": self._norms.state_dict(),
+            "periods": list(self.periods),
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._resumed = state_dict
+
+    def _drawn_by(self) -> list[Any]:
+        return [self.seed, self.interval, self.num_layers, self.sampler if isinstance(self.sampler, str) else "own"]
+
+    def _resume(self) -> None:
+        saved, self._resumed = self._resumed, None
+        if saved is None:
+            return
+        if saved["names"] != self.names:
+            raise ValueError(
+                f"the checkpoint's LISA drew from {len(saved['names'])} layers, {_ends(saved['names'])}; this model "
+                f"has {len(self.names)}, {_ends(self.names)}. HINT: build the model and LISA(layers=...) as in the run "
+                "that was saved, or load only the weights."
+            )
+        self._steps, self._period = saved["steps"], saved["period"]
+        self.active = tuple(saved["active"])
+        self._since = dict(saved["since"])
+        self._norms.load_state_dict(saved["norms"])
+        if self._budget is not None:
+            self.num_layers, self._budget.is_open = saved["num_layers"], saved["is_budget_open"]
+        self.periods = [(number, step, tuple(active)) for number, step, active in saved["periods"]]
+        if saved["drawn_by"] != self._drawn_by():
+            rank_zero_info(f"LISA goes on with seed, interval, num_layers, sampler = {self._drawn_by()}: drawn anew.")
+            self._period = -1
+
+
+def _short(number: int) -> str:
+    """Three digits and a power of ten."""
+    power = min((len(str(number)) - 1) // 3, 4)
+    return f"{number / 1000**power:.3g} {('', 'k', 'M', 'G', 'T')[power]}"
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _ends(names: Sequence[str]) -> str:
+    return f"'{names[0]}' to '{names[-1]}'" if names else "none"
+
+
+def _integer(name: str, value: Any, least: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
+        raise ValueError(f"{name}={value!r} must be an integer{'' if least is None else f', {least} or more'}.")
+
+
+def _one_of(name: str, value: Any, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is not understood: expected one of {', '.join(known)}.")
