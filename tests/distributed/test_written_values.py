@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_paro.sharding import PrecisionPolicy
-from lightning_paro.state_access import _Sharded
+from lightning_paro.state_access._paro import PartitionedState
 from tests.distributed.loops import (
     ALL,
     FEW,
@@ -315,7 +315,7 @@ def _halved(partition: str, policy: PrecisionPolicy) -> tuple[list[Tensor], list
     loop.shard(model)
     optimizer = loop.attach(torch.optim.SGD(model.parameters(), lr=0.0))
     _step_on(loop, model, optimizer, policy)
-    access = _Sharded(loop.engine)
+    access = PartitionedState(loop.engine)
     for shard in access.trainable_shards().values():
         shard.value.mul_(0.5)
     access.update_parameters()
