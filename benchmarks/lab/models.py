@@ -51,6 +51,7 @@ MODELS = {
     "tiny-llama": _llama(64, 4, 4, 2, 128, length=16, vocab=64),
     "cpu-gpt2-small": _gpt2(64, 4, 4, length=16, micro_batch=1, vocab=256),
     "cpu-gpt2": _gpt2(128, 4, 4, length=16, micro_batch=1, vocab=256),
+    "cpu-gpt2-medium": _gpt2(128, 24, 4, length=16, micro_batch=1, vocab=6400),  # embeddings are as large a part of it
     "cpu-gpt2-large": _gpt2(256, 4, 4, length=16, micro_batch=1, vocab=256),
 }
 

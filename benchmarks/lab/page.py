@@ -15,6 +15,7 @@ from benchmarks.lab import guideline, parts
 from benchmarks.lab.cluster import ROOT
 from benchmarks.lab.learning_page import LEARNING
 from benchmarks.lab.lisa_page import draw_memory, draw_time, tell_memory, tell_time
+from benchmarks.lab.lisa_paro_page import LISA_PARO
 from benchmarks.lab.pictures import (
     draw_collectives,
     draw_guideline,
@@ -51,6 +52,7 @@ LISA: dict[str, tuple[Callable[[Report, str], Iterator[str]], dict[str, Draw]]] 
     "lisa_memory": (tell_memory, {"lisa-memory.png": draw_memory}),
     "lisa_time": (tell_time, {"lisa-time.png": draw_time}),
     **LEARNING,
+    **LISA_PARO,
 }
 """What is measured of LISA: how it is told, and its pictures by file name."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,7 +70,14 @@ class Stopwatch(Callback):
 
 
 def measure(
-    rank: Rank, model: str, accumulate: int, blocks: int, warmup: int, measured: int, strategy: str, **_: Any
+    rank: Rank,
+    model: str,
+    accumulate: int,
+    warmup: int,
+    measured: int,
+    strategy: str,
+    callbacks: Sequence[Callback] = (),
+    **_: Any,
 ) -> dict[str, Any]:
     """As :func:`benchmarks.lab.train.measure`, by a Trainer of ``strategy`` in bf16-mixed (fp32 on a CPU)."""
     before = rank.clean()
@@ -81,9 +89,9 @@ def measure(
     trainer = Trainer(
         strategy=chosen, plugins=[TorchElasticEnvironment()], precision="bf16-mixed" if rank.on_gpu else "32-true",
         accelerator="gpu" if rank.on_gpu else "cpu", devices=size, num_nodes=rank.topology.num_groups, max_epochs=1,
-        accumulate_grad_batches=accumulate, gradient_clip_val=None if is_ddp else CLIP, callbacks=[watch], logger=False,
-        use_distributed_sampler=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
+        accumulate_grad_batches=accumulate, gradient_clip_val=None if is_ddp else CLIP,
+        callbacks=[*callbacks, watch], logger=False, use_distributed_sampler=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
     )  # fmt: skip
     trainer.fit(Module(build(model, rank.device), is_ddp), DataLoader(batches, batch_size=None))
     losses = [float(loss) for loss in watch.losses]

@@ -40,8 +40,8 @@ class Budget:
         """The number of layers to start with."""
         sizes, divisors = _sizes(trainer)
         fitting = fitting_layers(self.nbytes, counts, sizes, divisors=divisors)
-        if trainer.strategy.root_device.type != "cuda":
-            self.is_open = False
+        self.is_open = trainer.strategy.root_device.type == "cuda"
+        if not self.is_open:
             return fitting
         torch.cuda.reset_peak_memory_stats()
         return 1

@@ -10,6 +10,10 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
+from torch._dynamo import OptimizedModule
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from lightning_paro.algorithms.anatomy import Anatomy
 from lightning_paro.strategies import ParoStrategy
@@ -30,6 +34,12 @@ def check_trainer(trainer: Trainer) -> None:
         raise ValueError(
             "LISA trains other layers in every period, and static_graph=True says that the graph never changes. HINT: "
             "DDPStrategy() without static_graph."
+        )
+    if isinstance(strategy, DDPStrategy) and isinstance(strategy._ddp_comm_state, (PowerSGDState, PostLocalSGDState)):
+        raise ValueError(
+            f"a hook with {type(strategy._ddp_comm_state).__name__} makes up for what it did not send in later steps, "
+            "when LISA has frozen those layers. HINT: a ddp_comm_hook without a memory, such as fp16_compress_hook, or "
+            "none."
         )
     if isinstance(strategy, FSDPStrategy) and not strategy.kwargs.get("use_orig_params", True):
         raise ValueError(
@@ -60,15 +70,19 @@ def check_optimizers(trainer: Trainer, parameters: Mapping[str, nn.Parameter]) -
 
 def check_checkpointing(module: nn.Module, embeddings_train: bool) -> None:
     """Refuse reentrant activation checkpointing if what comes first may be frozen: nothing would be trained at all."""
+    if embeddings_train or any(getattr(part, "_require_grads_hook", None) for part in module.modules()):
+        return  # the hook of transformers' enable_input_require_grads, which PEFT sets, lets inputs require a gradient
     for part in module.modules():
         function = getattr(part, "_gradient_checkpointing_func", None)
         options = function.keywords if isinstance(function, functools.partial) else {}
-        is_on = getattr(part, "gradient_checkpointing", False)
-        if is_on and options.get("use_reentrant") and not embeddings_train:
+        of_transformers = getattr(part, "gradient_checkpointing", False) and options.get("use_reentrant")
+        of_torch = getattr(part, "checkpoint_impl", None) is CheckpointImpl.REENTRANT
+        if of_transformers or of_torch:
             raise ValueError(
                 "activation checkpointing with use_reentrant=True needs an input that requires a gradient, which "
                 "frozen embeddings do not give: no layer would be trained. HINT: "
-                'model.gradient_checkpointing_enable({"use_reentrant": False}), or train_embeddings="always".'
+                'model.gradient_checkpointing_enable({"use_reentrant": False}), or leave the embeddings trainable, '
+                'with train_embeddings="always".'
             )
 
 
@@ -77,7 +91,11 @@ def check_compiled(module: LightningModule, layers: Iterable[str]) -> None:
     names = set(layers)
     for name, part in module.named_modules():
         inside = [layer for layer in names if layer.startswith(f"{name}.")] if name else list(names)
-        is_compiled = type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None
+        is_compiled = (
+            isinstance(part, OptimizedModule)
+            or getattr(part, "_compiled_call_impl", None) is not None
+            or getattr(part, "_compiler_ctx", None) is not None  # a LightningModule, by torch.compile
+        )
         if is_compiled and len(inside) > 1:
             rank_zero_warn(
                 f"'{name or type(part).__name__}' is compiled as a whole and will be compiled anew for every set of "

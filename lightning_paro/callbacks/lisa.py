@@ -19,13 +19,15 @@ from lightning_paro.algorithms.sampling import SCORED, Draw, Sampler, draw
 from lightning_paro.callbacks import _lisa_checks as checks
 from lightning_paro.callbacks._budget import Budget
 from lightning_paro.callbacks._heatmap import Period, write_heatmap
+from lightning_paro.callbacks._lisa_arguments import check_arguments
 from lightning_paro.callbacks._lisa_report import memory_report
 from lightning_paro.callbacks._moments import Offloaded
 from lightning_paro.callbacks._parts import Parts, When
+from lightning_paro.callbacks._progress_text import ProgressText, short
 from lightning_paro.callbacks._scores import GradientNorms, weight_norms
 from lightning_paro.callbacks._sharded_checkpoint import expect_state_of_all, expect_state_of_some
 from lightning_paro.callbacks._warmup import Warmup
-from lightning_paro.state_access import StateAccess, postpone_ddp, state_access
+from lightning_paro.state_access import StateAccess, no_longer_postponed, postpone_ddp, state_access
 
 __all__ = ["LISA"]
 
@@ -85,15 +87,7 @@ class LISA(Callback):
         memory_budget: int | str | None = None,
         seed: int = 0,
     ) -> None:
-        _integer("num_layers", num_layers, 0)
-        _integer("interval", interval, 1)
-        _integer("warmup", warmup, 0)
-        _integer("seed", seed, None)
-        if not callable(sampler):
-            _one_of("sampler", sampler, ("uniform", "cyclic", *SCORED))
-        _one_of("state_policy", state_policy, ("drop_frozen", "reset_all", "offload", "keep"))
-        _one_of("train_embeddings", train_embeddings, ("always", "sampled", "never"))
-        _one_of("train_head", train_head, ("always", "sampled", "never"))
+        check_arguments(locals())
         self.num_layers = num_layers
         self.interval = interval
         self.layers = layers
@@ -113,19 +107,19 @@ class LISA(Callback):
         self.periods: list[Period] = []
         """Number of each period so far, the optimizer steps before it, and the layers it trained."""
         self._parts = Parts(Anatomy({}, {}, {}, {}, tied=False), "always", "always")
+        self._is_on = False  # whether it may have frozen something
         self._steps = 0
         self._period = -1
-        self._since: dict[int, int] = {}  # steps made when a layer was activated
         self._norms = GradientNorms(0)
         self._state_bytes = 0
-        self._measured = -1
-        self._cleared = 0
+        self._measured = -1  # the period in which state was last looked at
+        self._cleared = 0  # steps whose gradients are gone
         self._resumed: Mapping[str, Any] | None = None
         self._counted: torch.optim.Optimizer | None = None
         self._ahead: tuple[int, tuple[int, ...]] | None = None  # a period and its layers
         self._offloaded = Offloaded()
-        self._ramp: Warmup | None = None
-        self._bar: Any = None
+        self._ramp = Warmup(warmup)
+        self._text = ProgressText("lisa", self._line)
 
     # ---- what the user may ask ------------------------------------------------------------------------------
 
@@ -147,6 +141,7 @@ class LISA(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        self._resumed = None  # by a run that only evaluated
         checks.check_trainer(trainer)
         if isinstance(trainer.strategy, DDPStrategy):
             with contextlib.suppress(ValueError):  # layers may not be there before configure_model
@@ -156,12 +151,13 @@ class LISA(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         anatomy = dissect(pl_module, self.layers)
-        self._ahead = None
+        self._ahead, self._offloaded = None, Offloaded()
         self._parts = parts = Parts(anatomy, self.train_embeddings, self.train_head)
+        self._is_on = True
         names = parts.names
-        if names != self.names:
-            self.names, self.periods, self.active, self._since = names, [], (), {}
-            self._steps, self._period, self._norms = 0, -1, GradientNorms(len(names))
+        if names != self.names or not trainer.global_step:  # not one that goes on
+            self.names, self.periods, self.active = names, [], ()
+            self._steps, self._period, self._norms, self._ramp = 0, -1, GradientNorms(len(names)), Warmup(self.warmup)
         if self._budget is not None and self._period < 0:
             self.num_layers = self._budget.begin(trainer, parts.counts(_numel(pl_module)))
         if self.num_layers > len(names):
@@ -169,7 +165,11 @@ class LISA(Callback):
                 f"num_layers={self.num_layers}, but there are {len(names)} layers to draw from: {_ends(names)}. HINT: "
                 "fewer, or train all of the model without LISA."
             )
-        checks.check_checkpointing(pl_module, self.train_embeddings == "always")
+        if not (self.num_layers or parts.trainable(())):
+            raise ValueError(
+                f"num_layers=0, and nothing outside of the {len(names)} layers is trained. HINT: 1 or more."
+            )
+        checks.check_checkpointing(pl_module, self.train_embeddings == "always" and bool(anatomy.embeddings))
         checks.check_compiled(pl_module, anatomy.layers)
         checks.check_units(trainer, anatomy)
         checks.check_optimizers(trainer, self._parts.all)
@@ -188,15 +188,13 @@ class LISA(Callback):
         self._resume()
         for parameter in self._parts.all.values():
             parameter.requires_grad_(True)
-        access = state_access(trainer)
-        period = self._steps // self.interval
-        if period != self._period:
+        if self._period < 0:
+            period = self._steps // self.interval
             self._note(period, self._draw(trainer, pl_module, period))
-        self._freeze(access, {**self._parts.others(self.active), **self._parts.never})
-        if self.warmup:
-            self._ramp = Warmup(trainer.optimizers)
-        self._show_in(trainer)
-        self._measured = -1
+        self._freeze(state_access(trainer), {**self._parts.others(self.active), **self._parts.never})
+        self._ramp.attach(trainer.optimizers)
+        self._text.show(trainer)
+        self._measured, self._cleared = -1, self._steps
         rank_zero_info(
             f"LISA trains {self.trainable:,} of {self._parts.trainable(range(len(self.names))):,} parameters at a "
             f"time, {self.num_layers} of {len(self.names)} layers for {self.interval} steps each."
@@ -215,16 +213,14 @@ class LISA(Callback):
             self._offloaded.prefetch(states, pl_module.device)
         seen = {f"lisa/layer_{place}": index for place, index in enumerate(self.active)}
         seen |= {"lisa/trainable": self.trainable, "lisa/state_bytes": self._state_bytes}
-        # on the host: a number would be copied to the device, for which the host would wait
-        pl_module.log_dict({name: torch.tensor(float(value)) for name, value in seen.items()})
+        if not trainer.barebones:
+            # on the host: a number would be copied to the device, for which the host would wait
+            values = {name: torch.tensor(value, dtype=torch.float64) for name, value in seen.items()}
+            pl_module.log_dict(values, batch_size=1)  # of no use for one step's values, but Lightning may ask for it
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        if self._ramp is not None:
-            for j in range(1, self.warmup + 1):
-                fresh = [index for index, since in self._since.items() if self._steps - since + 1 == j]
-                if fresh:
-                    self._ramp.begin(state_access(trainer), self._parts.of(fresh).keys(), j / (self.warmup + 1))
+        self._ramp.begin(state_access(trainer), optimizer, {index: self._parts.layers[index] for index in self.active})
         if optimizer is self._counted:
             if self.sampler == "grad_norm":
                 self._norms.observe(state_access(trainer), self._parts.layers, self.active)
@@ -244,26 +240,29 @@ class LISA(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._wake(trainer)
+        self._wake()
         folder = trainer.log_dir
         if folder is not None and trainer.loggers and trainer.is_global_zero and self.periods:
             write_heatmap(Path(folder), trainer.loggers, self.names, self.periods)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._wake(trainer)
+        self._wake()
+        self.teardown(trainer, pl_module, "fit")
 
-    def _wake(self, trainer: Trainer) -> None:
-        """Leave the module as the user had it; no rank waits for another here."""
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """For a run that was set up and did not begin, as a tuner's."""
         expect_state_of_all(trainer.strategy)
-        for parameter in self._parts.all.values():
+        no_longer_postponed(pl_module)
+
+    def _wake(self) -> None:
+        """Leave everything as the user had it; no rank waits for another here."""
+        for parameter in self._parts.all.values() if self._is_on else ():
             parameter.requires_grad_(True)
-        if self._ramp is not None:
-            self._ramp.close()
-            self._ramp = None
-        if self._bar is not None:
-            vars(self._bar).pop("get_metrics", None)
-            self._bar = None
+        self._is_on = False
+        self._ramp.detach()
+        self._text.hide()
 
     # ---- switching ------------------------------------------------------------------------------------------
 
@@ -280,7 +279,7 @@ class LISA(Callback):
         self._freeze(access, leaving)
         if self.state_policy == "reset_all":
             access.drop_state(self._parts.all.values())
-            self._since.clear()
+            self._ramp.stay(())
         access.set_trainable(coming.values(), True)
         if self.state_policy == "offload":
             self._offloaded.fetch(access.optimizer_state(coming.values()), pl_module.device)
@@ -293,7 +292,7 @@ class LISA(Callback):
             self._offloaded.evict(access.optimizer_state(parameters.values()))
 
     def _note(self, period: int, chosen: tuple[int, ...]) -> None:
-        self._since = {index: self._since.get(index, self._steps) for index in chosen}
+        self._ramp.stay(index for index in chosen if index in self.active)
         self.active, self._period = chosen, period
         self.periods.append((period, self._steps, chosen))
 
@@ -338,20 +337,9 @@ class LISA(Callback):
         here = [state for name, state in states.items() if name not in away]
         self._state_bytes = sum(v.nbytes for state in here for v in state.values() if isinstance(v, Tensor))
 
-    def _show_in(self, trainer: Trainer) -> None:
-        """Add what is trained to the progress bar, as text."""
-        self._bar = bar = trainer.progress_bar_callback
-        if bar is not None:
-            of_class = type(bar).get_metrics
-
-            def get_metrics(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-                return {**of_class(bar, trainer, pl_module), "lisa": self._line()}
-
-            bar.get_metrics = get_metrics  # type: ignore[method-assign]
-
     def _line(self) -> str:
         layers = ",".join(str(index) for index in self.active) or "none"
-        return f"layers {layers}, {_short(self.trainable)} trained, {_short(self._state_bytes)}B of state"
+        return f"layers {layers}, {short(self.trainable)} trained, {short(self._state_bytes, 'B')} of state"
 
     # ---- checkpoints ----------------------------------------------------------------------------------------
 
@@ -366,7 +354,7 @@ class LISA(Callback):
             "steps": self._steps,
             "period": self._period,
             "active": list(self.active),
-            "since": dict(self._since),
+            "ramp": self._ramp.state_dict(),
             "norms": self._norms.state_dict(),
             "periods": list(self.periods),
         }
@@ -380,7 +368,7 @@ class LISA(Callback):
 
     def _resume(self) -> None:
         saved, self._resumed = self._resumed, None
-        if saved is None:
+        if saved is None or saved["period"] < 0:  # of a run that had not begun
             return
         if saved["names"] != self.names:
             raise ValueError(
@@ -390,7 +378,7 @@ class LISA(Callback):
             )
         self._steps, self._period = saved["steps"], saved["period"]
         self.active = tuple(saved["active"])
-        self._since = dict(saved["since"])
+        self._ramp.load_state_dict(saved["ramp"])
         self._norms.load_state_dict(saved["norms"])
         if self._budget is not None:
             self.num_layers, self._budget.is_open = saved["num_layers"], saved["is_budget_open"]
@@ -400,25 +388,9 @@ class LISA(Callback):
             self._period = -1
 
 
-def _short(number: int) -> str:
-    """Three digits and a power of ten."""
-    power = min((len(str(number)) - 1) // 3, 4)
-    return f"{number / 1000**power:.3g} {('', 'k', 'M', 'G', 'T')[power]}"
-
-
 def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _ends(names: Sequence[str]) -> str:
     return f"'{names[0]}' to '{names[-1]}'" if names else "none"
-
-
-def _integer(name: str, value: Any, least: int | None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
-        raise ValueError(f"{name}={value!r} must be an integer{'' if least is None else f', {least} or more'}.")
-
-
-def _one_of(name: str, value: Any, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ValueError(f"{name}={value!r} is not understood: expected one of {', '.join(known)}.")

@@ -227,8 +227,8 @@ class Engine:
     ) -> None:
         """Freeze or unfreeze parameters, on every rank alike.
 
-        A flat whose parameters are all frozen gives back its gradients, optimizer state and master weights, and takes
-        no part in reduces and updates; of one that is frozen in part only the parameters' ``requires_grad`` changes.
+        What is frozen gives back its gradients and optimizer state. A flat whose parameters are all frozen gives back
+        its accumulators and master weights as well, and takes no part in reduces and updates.
 
         Args:
             parameters: Parameters of the module.
@@ -237,20 +237,23 @@ class Engine:
                 compute dtype is lost.
             keep_state: Let optimizers keep their state of what is frozen.
         """
-        touched: dict[int, Flat] = {}
+        touched: dict[Flat, list[int]] = {}
         for parameter in parameters:
-            flat, _ = self.locate(parameter)
+            flat, index = self.locate(parameter)
             parameter.requires_grad_(flag)
-            touched[id(flat)] = flat
-        for flat in touched.values():
+            touched.setdefault(flat, []).append(index)
+        for flat, indices in touched.items():
             if flag and not flat.trainable:
                 flat.unfreeze()
-            elif flat.trainable and not any(slot.parameter.requires_grad for slot in flat.slots):
-                flat.freeze(keep_master)
+            elif not flag:
+                flat.clear(indices)
+                if flat.trainable and not any(slot.parameter.requires_grad for slot in flat.slots):
+                    flat.freeze(keep_master)
+                    indices = list(flat.indices)
+                entries = [entry for index in indices if (entry := flat.entries[index]) is not None]
                 for shards in self.optimizers if not keep_state else ():
-                    for entry in flat.entries:
-                        if entry is not None:
-                            shards.optimizer.state.pop(entry, None)
+                    for entry in entries:
+                        shards.optimizer.state.pop(entry, None)
         self._backward.listen()
 
     def grad_norm(self, optimizer: torch.optim.Optimizer | None = None) -> Tensor:

@@ -13,7 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_paro.state_access._protocol import Shard, parameters_of
 
-__all__ = ["ReplicatedState", "postpone_ddp"]
+__all__ = ["ReplicatedState", "no_longer_postponed", "postpone_ddp"]
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""Attribute of a module in which DDP looks for names that it is to leave out."""
 
 
 class ReplicatedState:
@@ -89,12 +92,22 @@ def _states(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
 
 def postpone_ddp(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
     """Before DDP is set up: leave parameters out until :func:`rebuild_ddp`, or it makes buckets for all of them."""
-    _no_longer_postponed(module)  # by a run that failed before it began
+    no_longer_postponed(module)  # by a run that failed before it began
     chosen = {id(parameter) for parameter in parameters}
-    names = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    ignored = getattr(module, _IGNORED, ())
+    names = {name: p for name, p in module.named_parameters() if p.requires_grad and name not in ignored}
     if any(id(p) not in chosen for p in names.values()):  # DDP takes no module without parameters
-        vars(module)["_paro_postponed"] = [name for name, p in names.items() if id(p) in chosen]
-        _ignored(module).extend(vars(module)["_paro_postponed"])
+        postponed = [name for name, p in names.items() if id(p) in chosen]
+        vars(module)["_paro_postponed"] = postponed
+        vars(module)[_IGNORED] = [*ignored, *postponed]
+
+
+def no_longer_postponed(module: nn.Module) -> list[str]:
+    """End :func:`postpone_ddp`; returns the names of what was left out."""
+    names: list[str] = vars(module).pop("_paro_postponed", [])
+    if names:
+        vars(module)[_IGNORED] = [name for name in getattr(module, _IGNORED) if name not in names]
+    return names
 
 
 def rebuild_ddp(strategy: DDPStrategy) -> None:
@@ -109,7 +122,7 @@ def rebuild_ddp(strategy: DDPStrategy) -> None:
     if isinstance(old, DistributedDataParallel):
         vars(old).pop("reducer", None)  # it takes its hooks off the parameters when it goes
         vars(old).pop("logger", None)
-    for name in _no_longer_postponed(module):
+    for name in no_longer_postponed(module):
         torch.distributed.broadcast(module.get_parameter(name).data, src=0)
     strategy.model = module
     if any(parameter.requires_grad for parameter in module.parameters()):
@@ -117,15 +130,3 @@ def rebuild_ddp(strategy: DDPStrategy) -> None:
         device_ids = strategy.determine_ddp_device_ids()
         strategy.model = DistributedDataParallel(module, device_ids=device_ids, **options)
         strategy._register_ddp_hooks()
-
-
-def _no_longer_postponed(module: nn.Module) -> list[str]:
-    names: list[str] = vars(module).pop("_paro_postponed", [])
-    for name in names:
-        _ignored(module).remove(name)
-    return names
-
-
-def _ignored(module: nn.Module) -> list[str]:
-    """The names that DDP leaves out, which it looks for on the module."""
-    return vars(module).setdefault("_ddp_params_and_buffers_to_ignore", [])  # type: ignore[no-any-return]

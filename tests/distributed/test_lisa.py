@@ -124,10 +124,18 @@ def _paro(partitions: tuple[str, ...], policy: str, keep_master: bool) -> Any:
     return [_on_ranks(name, policy, keep_master=keep_master) for name in partitions]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_partition_equals_one_optimizer_a_layer(pool: Pool, some: tuple[str, ...], policy: str) -> None:
+def test_every_partition_equals_one_optimizer_a_layer(pool: Pool, some: tuple[str, ...]) -> None:
+    _check_partitions(pool, some, "drop_frozen")
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:])
+def test_partitions_with_other_policies(pool: Pool, few: tuple[str, ...], policy: str) -> None:
+    _check_partitions(pool, few, policy)
+
+
+def _check_partitions(pool: Pool, partitions: tuple[str, ...], policy: str) -> None:
     truth = by_hand(STEPS, policy=policy)
-    for results in pool.run(_paro, some, policy, policy == "keep"):
+    for results in pool.run(_paro, partitions, policy, policy == "keep"):
         for found, seen in results:
             _compare(found, truth)
             for step, (gradients, states, trained) in enumerate(seen):

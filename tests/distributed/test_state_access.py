@@ -147,3 +147,42 @@ def test_a_master_keeps_what_a_writer_left_alone(pool: Pool, partition: str) -> 
     for weight in pool.run(_written_in_part, partition):
         assert bool((weight[0] == 2.0).all())
         assert bool((weight[1:] == 1.0 + 2**-12).all())
+
+
+def _frozen_in_part(keep_state: bool, partition: str) -> Any:
+    """Weight and bias share a flat buffer; the bias is frozen after a backward."""
+    engine, block = _engine_of_masters(partition)
+    optimizer = engine.optimizers[0].optimizer
+    optimizer.param_groups[0]["momentum"] = 0.9
+    seen = []
+    for bias in (True, False, True):
+        engine.step_begin()
+        loss = block(torch.ones(1, 8, dtype=torch.bfloat16)).sum()
+        engine.step_end(backward_follows=True)
+        engine.backward_begin()
+        loss.backward()
+        engine.backward_end()
+        engine.set_trainable([block.bias], bias, keep_state=keep_state)
+        shown = block.weight.grad is not None, block.bias.grad is not None
+        optimizer.step()
+        state = {name for flat, index in engine.optimizers[0].members() for name in [flat.slots[index].name]
+                 if flat.entries[index] is not None and dict.get(optimizer.state, flat.entries[index])}  # fmt: skip
+        seen.append((*shown, state))
+        optimizer.zero_grad()
+    engine.close()
+    return seen, block.bias.detach()
+
+
+@pytest.mark.parametrize("keep_state", [False, True])
+@pytest.mark.parametrize("partition", ["nnn", "iig", "ggg"])
+def test_what_is_frozen_in_a_unit_that_goes_on_gives_back_gradient_and_state(
+    pool: Pool, partition: str, keep_state: bool
+) -> None:
+    ranks = pool.run(_frozen_in_part, keep_state, partition)
+    for step in range(3):
+        shown = {seen[step][:2] for seen, _ in ranks}
+        assert shown == {(True, step == 0)}, "what is woken after a backward has no gradient yet"
+        states = set().union(*(seen[step][2] for seen, _ in ranks))
+        assert states == ({"weight"} if step and not keep_state else {"weight", "bias"})
+    for _, bias in ranks:
+        assert bool((bias == 2**-12).all()), "one step of size one, then none"

@@ -1,0 +1,243 @@
+"""Where LISA cannot be right it refuses, in words that say what to do instead."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from transformers import AlbertConfig, AlbertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from lightning_paro.callbacks import LISA
+from lightning_paro.callbacks._lisa_checks import check_trainer
+from tests.conformance.lisa_runs import fit, quiet, values
+from tests.distributed.lisa import Net
+
+
+def _trainer_with(strategy: Any) -> Trainer:
+    """A Trainer whose strategy cannot be set up here."""
+    trainer = quiet()
+    trainer._accelerator_connector.strategy = strategy
+    return trainer
+
+
+def test_deepspeed() -> None:
+    strategy = object.__new__(DeepSpeedStrategy)  # without the library there is no other way to one
+    with pytest.raises(ValueError, match="cannot run under DeepSpeedStrategy.*HINT: Trainer.strategy='paro_nng'"):
+        check_trainer(_trainer_with(strategy))
+
+
+def test_a_static_graph() -> None:
+    with pytest.raises(ValueError, match="static_graph=True says that .* never changes. HINT: DDPStrategy.. without"):
+        check_trainer(_trainer_with(DDPStrategy(static_graph=True)))
+    check_trainer(_trainer_with(DDPStrategy(static_graph=False)))
+
+
+@pytest.mark.parametrize(
+    "state", [PowerSGDState(None), PostLocalSGDState(None, None, 10)], ids=lambda s: type(s).__name__
+)
+def test_hooks_that_remember(state: Any) -> None:
+    message = f"{type(state).__name__} makes up for what it did not send in later steps.* HINT: a ddp_comm_hook without"
+    with pytest.raises(ValueError, match=message):
+        check_trainer(_trainer_with(DDPStrategy(ddp_comm_state=state, ddp_comm_hook=lambda state, bucket: None)))
+
+
+def test_fsdp_with_merged_parameters() -> None:
+    with pytest.raises(ValueError, match="use_orig_params=False. merges .* HINT: leave use_orig_params out"):
+        check_trainer(_trainer_with(FSDPStrategy(use_orig_params=False)))
+    check_trainer(_trainer_with(FSDPStrategy()))
+
+
+def test_another_callback_that_freezes() -> None:
+    with pytest.raises(ValueError, match="LISA and BackboneFinetuning both freeze .* HINT: use one"):
+        fit(LISA(interval=1), callbacks=[BackboneFinetuning()])
+
+
+def test_two_of_them() -> None:
+    with pytest.raises(RuntimeError, match="more than one stateful callback of type `LISA`"):
+        quiet(callbacks=[LISA(layers="generator"), LISA(layers="judge")])
+
+
+# ---- optimizers -----------------------------------------------------------------------------------------------------
+
+
+class Chosen(Net):
+    """Optimizers for some of the parameters."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for name, p in self.named_parameters() if "layers.1" not in name], lr=0.1)
+
+
+class Twice(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.head.parameters(), lr=0.1)]
+
+
+class NoOptimizer(Net):
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (Chosen, r"0 param groups hold 'layers.1.inner.weight' \(2 more are wrong\), .*; expected one. HINT: give all"),
+        (Twice, r"2 param groups hold 'head.weight' \(1 more are wrong\)"),
+        (NoOptimizer, r"0 param groups hold 'layers.0.inner.weight' \(19 more are wrong\)"),
+    ],
+)
+def test_a_parameter_in_no_or_two_param_groups(build: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(LISA(interval=1), build=build)
+
+
+class Eager(torch.optim.SGD):
+    """Makes state for all of its parameters when it first steps, whether they have a gradient or not."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure else None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["sum"] = torch.zeros_like(parameter)
+        super().step()
+        return loss
+
+
+class WithEager(Net):
+    def configure_optimizers(self) -> Any:
+        return Eager(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("policy", ["drop_frozen", "reset_all"])
+def test_an_optimizer_that_makes_state_without_gradients(policy: Any) -> None:
+    message = r"the optimizer holds state of 'layers.\d.inner.weight' and 8 more, which LISA has frozen.*HINT"
+    with pytest.raises(RuntimeError, match=message):
+        fit(LISA(interval=2, state_policy=policy), build=WithEager)
+    fit(LISA(interval=2, state_policy="keep"), build=WithEager)
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+class Text(LightningModule):
+    """A small transformers model on a fixed text."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.model(input_ids=batch, labels=batch).loss  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def llama(layers: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=layers, num_attention_heads=2,
+        max_position_embeddings=8, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def gpt2(layers: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=11, n_embd=8, n_layer=layers, n_head=2, n_positions=8, bos_token_id=None, eos_token_id=None,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+REENTRANT = r"activation checkpointing with use_reentrant=True .* HINT: .*\"use_reentrant\": False"
+
+
+def _checkpointed(model: nn.Module, reentrant: bool = True, hooked: bool = False) -> nn.Module:
+    """With the hook through which transformers lets the embeddings' output require a gradient, or without."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of a newer name for it
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if not hooked:
+        model.disable_input_require_grads()
+    return model
+
+
+@pytest.mark.parametrize("when", ["never", "sampled"])
+def test_reentrant_checkpointing_behind_embeddings_that_may_be_frozen(when: Any) -> None:
+    with pytest.raises(ValueError, match=REENTRANT):
+        fit(LISA(interval=1, train_embeddings=when), Text(_checkpointed(llama())))
+    fit(LISA(interval=1, train_embeddings=when), Text(_checkpointed(llama(), reentrant=False)))
+    fit(LISA(interval=1), Text(_checkpointed(llama())))
+
+
+def test_reentrant_checkpointing_behind_embeddings_that_the_user_froze() -> None:
+    model = _checkpointed(llama())
+    model.get_input_embeddings().requires_grad_(False)
+    with pytest.raises(ValueError, match=REENTRANT):
+        fit(LISA(interval=1), Text(model))
+
+
+def test_reentrant_checkpointing_is_right_where_transformers_makes_inputs_require_a_gradient() -> None:
+    """As its models of text do, with PEFT and without."""
+    results = []
+    for reentrant in (False, True):
+        module = Text(_checkpointed(llama(), reentrant, hooked=True))
+        fit(LISA(interval=1, train_embeddings="never"), module)
+        results.append(values(module))
+    start = values(llama().double())
+    assert sum(not torch.equal(p, start[name.removeprefix("model.")]) for name, p in results[0].items()) > 9 * 2
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, rtol=0, atol=1e-12)
+
+
+def test_reentrant_checkpointing_by_torchs_wrapper() -> None:
+    def build() -> Net:
+        net = Net()
+        wrap = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)
+        net.layers = nn.ModuleList(wrap(layer) for layer in net.layers)
+        return net
+
+    with pytest.raises(ValueError, match=REENTRANT):
+        fit(LISA(interval=1, train_embeddings="never"), build=build)
+
+
+def test_reentrant_checkpointing_where_peft_makes_inputs_require_a_gradient() -> None:
+    """Is no reason to refuse: adapters are trained."""
+    model = get_peft_model(_checkpointed(llama(), hooked=True), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    module = Text(model)
+    before = {name: p.detach().clone() for name, p in module.named_parameters() if "lora_B" in name}
+    fit(LISA(num_layers=4, interval=1), module, precision="32-true")
+    assert len(before) == 8
+    assert not any(torch.equal(p, module.get_parameter(name)) for name, p in before.items())
+
+
+@pytest.mark.parametrize("pair", [("always", "never"), ("never", "sampled"), ("sampled", "always")], ids=str)
+def test_a_tied_head_cannot_be_treated_apart(pair: Any) -> None:
+    message = "but this model's head and embeddings are one parameter. HINT: give both the same value"
+    with pytest.raises(ValueError, match=message):
+        fit(LISA(interval=1, train_embeddings=pair[0], train_head=pair[1]), Text(gpt2()))
+
+
+def test_layers_that_are_one() -> None:
+    config = AlbertConfig(
+        vocab_size=11, embedding_size=4, hidden_size=8, num_hidden_layers=4, num_attention_heads=2,
+        intermediate_size=12, max_position_embeddings=8,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="no list of the 4 layers of its config: where they share .* HINT"):
+        fit(LISA(interval=1), Text(AlbertForMaskedLM(config)))
