@@ -98,15 +98,16 @@ def tell_masters(report: Report, name: str) -> Iterator[str]:
     yield ""
     rates = sorted({row["lr"] for row in report["rows"]})
     lost = [_row(report, DROPPED, lr)["lost"] for lr in rates]
+    names = {FULL: "fp32", KEPT: "masters kept", DROPPED: "masters dropped"}
     yield from table({
         "rate": [f"{lr:g}" for lr in rates],
-        "of an update lost at each sleep, masters dropped": [f"{_mean(shares):.1%}" for shares in lost],
+        "of an update lost at a sleep, masters dropped": [f"{_mean(shares):.1%}" for shares in lost],
         "range": [f"{min(shares):.1%} … {max(shares):.1%}" for shares in lost],
         "masters kept": [f"{_mean(_row(report, KEPT, lr)['lost']):.1%}" for lr in rates],
-        **{f"loss, {arm.name}": [f"{_row(report, arm, lr)['loss']:.4f}" for lr in rates] for arm in ARMS},
+        **{f"loss, {word}": [f"{_row(report, arm, lr)['loss']:.4f}" for lr in rates] for arm, word in names.items()},
         **{
-            f"of fp32's fall of the loss, masters {word}": [f"{_fall(report, arm, lr):.1%}" for lr in rates]
-            for word, arm in (("kept", KEPT), ("dropped", DROPPED))
+            f"of fp32's fall, {names[arm]}": [f"{_fall(report, arm, lr):.1%}" for lr in rates]
+            for arm in (KEPT, DROPPED)
         },
     })  # fmt: skip
     yield ""

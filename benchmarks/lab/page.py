@@ -73,9 +73,10 @@ def render(page: str, reports: dict[str, Report]) -> str:
         if name not in reports:
             return f"{begin}\nNot measured yet: there is no `benchmarks/results/{name}.json`.\n\n{end}"
         tell = tell_race if name in RACES else (OTHERS | LISA)[name][0]
-        return f"{begin}\n" + "\n".join(tell(reports[name], name)).rstrip("\n") + f"\n\n{end}"
+        told = "\n".join(tell(reports[name], name)).rstrip("\n")
+        return f"{begin}\n" + re.sub(r"\n{3,}", "\n\n", told) + f"\n\n{end}"
 
-    return re.sub(r"\n{3,}", "\n\n", PART.sub(part, page))
+    return PART.sub(part, page)
 
 
 def pictures(reports: dict[str, Report]) -> dict[str, tuple[Draw, Any]]:

@@ -20,6 +20,7 @@ class Parts:
 
     Args:
         anatomy: The model.
+        sizes: Number of elements of each of its parameters, by name, those that are never trained included.
         train_embeddings: When its embeddings are trained.
         train_head: When its head is.
 
@@ -33,7 +34,8 @@ class Parts:
         ValueError: If head and embeddings are one, but are to be treated differently.
     """
 
-    def __init__(self, anatomy: Anatomy, train_embeddings: When, train_head: When) -> None:
+    def __init__(self, anatomy: Anatomy, sizes: Mapping[str, int], train_embeddings: When, train_head: When) -> None:
+        self._sizes = sizes
         if anatomy.tied and train_head != train_embeddings:
             raise ValueError(
                 f"train_embeddings={train_embeddings!r} and train_head={train_head!r}, but this model's head and "
@@ -66,9 +68,9 @@ class Parts:
     def trainable(self, active: Iterable[int]) -> int:
         """Number of parameters that are trained with some layers."""
         asleep = self.others(active).keys() | self.never.keys()
-        return sum(p.numel() for name, p in self.all.items() if name not in asleep)
+        return sum(self._sizes[name] for name in self.all if name not in asleep)
 
-    def counts(self, total: int) -> ParameterCounts:
+    def counts(self) -> ParameterCounts:
         """Numbers of parameters; what never is trained counts in the total only."""
-        sizes = tuple(sum(p.numel() for p in layer.values()) for layer in self.layers)
-        return ParameterCounts(total, 0, 0, self.trainable(()), sizes)
+        layers = tuple(sum(self._sizes[name] for name in layer) for layer in self.layers)
+        return ParameterCounts(sum(self._sizes.values()), 0, 0, self.trainable(()), layers)

@@ -106,7 +106,7 @@ class LISA(Callback):
         """What is drawn from, by name of the layer's module."""
         self.periods: list[Period] = []
         """Number of each period so far, the optimizer steps before it, and the layers it trained."""
-        self._parts = Parts(Anatomy({}, {}, {}, {}, tied=False), "always", "always")
+        self._parts = Parts(Anatomy({}, {}, {}, {}, tied=False), {}, "always", "always")
         self._is_on = False  # whether it may have frozen something
         self._steps = 0
         self._period = -1
@@ -152,14 +152,14 @@ class LISA(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         anatomy = dissect(pl_module, self.layers)
         self._ahead, self._offloaded = None, Offloaded()
-        self._parts = parts = Parts(anatomy, self.train_embeddings, self.train_head)
+        self._parts = parts = Parts(anatomy, state_access(trainer).sizes(), self.train_embeddings, self.train_head)
         self._is_on = True
         names = parts.names
         if names != self.names or not trainer.global_step:  # not one that goes on
             self.names, self.periods, self.active = names, [], ()
             self._steps, self._period, self._norms, self._ramp = 0, -1, GradientNorms(len(names)), Warmup(self.warmup)
         if self._budget is not None and self._period < 0:
-            self.num_layers = self._budget.begin(trainer, parts.counts(_numel(pl_module)))
+            self.num_layers = self._budget.begin(trainer, parts.counts())
         if self.num_layers > len(names):
             raise ValueError(
                 f"num_layers={self.num_layers}, but there are {len(names)} layers to draw from: {_ends(names)}. HINT: "
@@ -271,7 +271,7 @@ class LISA(Callback):
         access = state_access(trainer)
         if self._budget is not None and self._budget.is_open and self._steps > 1:  # state is there after the first
             self._ahead = None
-            self.num_layers = self._budget.choose(trainer, self._parts.counts(_numel(pl_module)))
+            self.num_layers = self._budget.choose(trainer, self._parts.counts())
             rank_zero_info(f"LISA trains {self.num_layers} layers at a time, which fit into {self.memory_budget}.")
         chosen = self._draw(trainer, pl_module, period)
         leaving = self._parts.of(i for i in self.active if i not in chosen)
@@ -386,10 +386,6 @@ class LISA(Callback):
         if saved["drawn_by"] != self._drawn_by():
             rank_zero_info(f"LISA goes on with seed, interval, num_layers, sampler = {self._drawn_by()}: drawn anew.")
             self._period = -1
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _ends(names: Sequence[str]) -> str:

@@ -82,8 +82,18 @@ class FlatParameters(ReplicatedState):
 
     @contextmanager
     def full_parameters(self, module: nn.Module, writeback: bool = False) -> Iterator[None]:
+        if isinstance(self._strategy.model, FullyShardedDataParallel):
+            self._strategy.model.check_is_root()  # or the first unit that is asked takes itself for the root
         with FullyShardedDataParallel.summon_full_params(module, writeback=writeback):
             yield
+
+    def sizes(self) -> dict[str, int]:
+        assert self._strategy.model is not None
+        whole: dict[int, int] = {}
+        for unit in FullyShardedDataParallel.fsdp_modules(self._strategy.model):
+            if (flat := unit._flat_param) is not None:
+                whole |= {id(p): shape.numel() for p, shape in zip(flat._params or (), flat._shapes, strict=True)}
+        return {name: whole.get(id(p), p.numel()) for name, p in self._module.named_parameters()}
 
     def trainable_shards(self) -> Mapping[str, Shard]:
         raise NotImplementedError(

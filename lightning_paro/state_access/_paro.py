@@ -24,6 +24,9 @@ class PartitionedState:
     def full_parameters(self, module: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
         return self._engine.full_parameters(module, writeback)
 
+    def sizes(self) -> dict[str, int]:
+        return {name: parameter.numel() for name, parameter in self._engine.module.named_parameters()}
+
     def set_trainable(
         self, what: nn.Module | Iterable[nn.Parameter], flag: bool, keep_master: bool = False, keep_state: bool = False
     ) -> None:

@@ -42,6 +42,9 @@ class StateAccess(Protocol):
     def full_parameters(self, module: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
         """Whole parameter values of ``module`` on every rank; with ``writeback`` rank 0's changes are kept."""
 
+    def sizes(self) -> dict[str, int]:
+        """Elements of every parameter, by name; where one is split, of the whole. Not collective."""
+
     def set_trainable(
         self, what: nn.Module | Iterable[nn.Parameter], flag: bool, keep_master: bool = False, keep_state: bool = False
     ) -> None:

@@ -40,6 +40,9 @@ class ReplicatedState:
             for parameter in module.parameters():
                 torch.distributed.broadcast(parameter.data, src=0)
 
+    def sizes(self) -> dict[str, int]:
+        return {name: parameter.numel() for name, parameter in self._module.named_parameters()}
+
     def set_trainable(
         self, what: nn.Module | Iterable[nn.Parameter], flag: bool, keep_master: bool = False, keep_state: bool = False
     ) -> None:
