@@ -111,7 +111,7 @@ def _check(seen: list[tuple[set[str], set[str], set[str]]], policy: str) -> None
             assert states == set.union(*(expected(earlier) for earlier in range(step + 1)))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES[::2], *(pytest.param(p, marks=pytest.mark.full) for p in POLICIES[1::2])])
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_torchs_own_strategies_equal_one_optimizer_a_layer(pool: Pool, name: str, policy: str) -> None:
     truth = by_hand(STEPS, policy=policy, dtype=torch.float32 if name == "fsdp2" else torch.float64)
@@ -128,7 +128,7 @@ def test_every_partition_equals_one_optimizer_a_layer(pool: Pool, some: tuple[st
     _check_partitions(pool, some, "drop_frozen")
 
 
-@pytest.mark.parametrize("policy", POLICIES[1:])
+@pytest.mark.parametrize("policy", ["offload", *(pytest.param(p, marks=pytest.mark.full) for p in POLICIES[1::2])])
 def test_partitions_with_other_policies(pool: Pool, few: tuple[str, ...], policy: str) -> None:
     _check_partitions(pool, few, policy)
 

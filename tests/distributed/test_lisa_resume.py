@@ -77,7 +77,9 @@ def _on_ranks(name: str, folder: Path, cases: list[dict[str, Any]]) -> None:
         assert_equal(*both_ways(folder / f"{number}.ckpt", name, **case))
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "nig", "iig", "ggg"])
+@pytest.mark.parametrize(
+    "name", ["ddp", "fsdp2", "ggg", *(pytest.param(name, marks=pytest.mark.full) for name in ("nig", "iig"))]
+)
 def test_several_ranks(pool: Pool, tmp_path: Path, name: str) -> None:
     pool.run(_on_ranks, name, tmp_path, CASES if name == "ggg" else CASES[2:4])
 
