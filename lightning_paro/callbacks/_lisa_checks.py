@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
@@ -18,7 +19,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from lightning_paro.algorithms.anatomy import Anatomy
 from lightning_paro.strategies import ParoStrategy
 
-__all__ = ["check_checkpointing", "check_compiled", "check_optimizers", "check_trainer", "check_units"]
+__all__ = [
+    "check_asleep",
+    "check_checkpointing",
+    "check_compiled",
+    "check_optimizers",
+    "check_trainer",
+    "check_units",
+]
 
 
 def check_trainer(trainer: Trainer) -> None:
@@ -55,6 +63,11 @@ def check_optimizers(trainer: Trainer, parameters: Mapping[str, nn.Parameter]) -
     """Refuse parameters that no optimizer, or more than one, would update: they would never or doubly be trained."""
     held: dict[int, int] = {}
     for optimizer in trainer.optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                "LBFGS keeps one vector for all parameters, so what is frozen gives no state back. HINT: an optimizer "
+                "that has state for each parameter, such as AdamW."
+            )
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 held[id(parameter)] = held.get(id(parameter), 0) + 1
@@ -102,6 +115,32 @@ def check_compiled(module: LightningModule, layers: Iterable[str]) -> None:
                 "layers that LISA trains, until torch gives up. HINT: compile each layer: `for layer in layers: "
                 "layer.compile()` takes two variants."
             )
+
+
+def check_asleep(parameters: Mapping[str, nn.Parameter], states: Collection[str]) -> None:
+    """Refuse that something else trains, or holds state of, what is frozen.
+
+    Args:
+        parameters: What is frozen, by name.
+        states: Names of the parameters whose state was not kept on purpose.
+    """
+    awake = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    if awake:
+        raise RuntimeError(
+            f"LISA has frozen '{awake[0]}'{_more(awake)}, and now it requires a gradient again. HINT: leave "
+            "requires_grad to LISA; where two optimizers take turns, Lightning's toggle_optimizer does."
+        )
+    left = [name for name in states if name in parameters]
+    if left:
+        raise RuntimeError(
+            f"the optimizer holds state of '{left[0]}'{_more(left)}, which LISA has frozen: it makes state for "
+            "parameters without a gradient. HINT: use an optimizer that makes it when it first steps, as torch's do, "
+            'or state_policy="keep".'
+        )
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
 def check_units(trainer: Trainer, anatomy: Anatomy) -> None:

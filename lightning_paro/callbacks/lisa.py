@@ -115,7 +115,7 @@ class LISA(Callback):
         self._measured = -1  # the period in which state was last looked at
         self._cleared = 0  # steps whose gradients are gone
         self._resumed: Mapping[str, Any] | None = None
-        self._counted: torch.optim.Optimizer | None = None
+        self._counted = 0  # number of the optimizer whose steps count
         self._ahead: tuple[int, tuple[int, ...]] | None = None  # a period and its layers
         self._offloaded = Offloaded()
         self._ramp = Warmup(warmup)
@@ -174,12 +174,9 @@ class LISA(Callback):
         checks.check_units(trainer, anatomy)
         checks.check_optimizers(trainer, self._parts.all)
         layers = {id(p) for p in parts.of(range(len(names))).values()}
-        for optimizer in trainer.optimizers:
-            if any(id(p) in layers for group in optimizer.param_groups for p in group["params"]):
-                self._counted = optimizer
-                break
-        else:
-            self._counted = trainer.optimizers[0]
+        held = [{id(p) for group in o.param_groups for p in group["params"]} for o in trainer.optimizers]
+        self._counted = next((number for number, ids in enumerate(held) if not ids.isdisjoint(layers)), 0)
+        self.seed = trainer.strategy.broadcast(self.seed)  # ranks may have drawn it themselves
         expect_state_of_some(trainer.strategy, self._parts.all)
 
     @override
@@ -221,7 +218,7 @@ class LISA(Callback):
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         self._ramp.begin(state_access(trainer), optimizer, {index: self._parts.layers[index] for index in self.active})
-        if optimizer is self._counted:
+        if optimizer is trainer.optimizers[self._counted]:
             if self.sampler == "grad_norm":
                 self._norms.observe(state_access(trainer), self._parts.layers, self.active)
             self._steps += 1
@@ -285,9 +282,12 @@ class LISA(Callback):
             self._offloaded.fetch(access.optimizer_state(coming.values()), pl_module.device)
         self._note(period, chosen)
 
+    @property
+    def _keeps(self) -> bool:
+        return self.state_policy in ("keep", "offload")
+
     def _freeze(self, access: StateAccess, parameters: Mapping[str, nn.Parameter]) -> None:
-        keeps = self.state_policy in ("keep", "offload")
-        access.set_trainable(parameters.values(), False, keep_master=self.keep_master, keep_state=keeps)
+        access.set_trainable(parameters.values(), False, keep_master=self.keep_master, keep_state=self._keeps)
         if self.state_policy == "offload":
             self._offloaded.evict(access.optimizer_state(parameters.values()))
 
@@ -325,14 +325,7 @@ class LISA(Callback):
         """Bytes of optimizer state on this rank's device; nothing frozen may be among them."""
         states = access.optimizer_state(self._parts.all.values())
         asleep = self._parts.others(self.active)
-        if self.state_policy in ("drop_frozen", "reset_all"):
-            left = [name for name in states if name in asleep or name in self._parts.never]
-            if left:
-                raise RuntimeError(
-                    f"the optimizer holds state of '{left[0]}'{f' and {len(left) - 1} more' if len(left) > 1 else ''}, "
-                    "which LISA has frozen: it makes state for parameters without a gradient. HINT: use an optimizer "
-                    'that makes it when it first steps, as torch\'s do, or state_policy="keep".'
-                )
+        checks.check_asleep({**asleep, **self._parts.never}, () if self._keeps else states)
         away = asleep if self.state_policy == "offload" else ()
         here = [state for name, state in states.items() if name not in away]
         self._state_bytes = sum(v.nbytes for state in here for v in state.values() if isinstance(v, Tensor))

@@ -140,6 +140,17 @@ def test_all_ranks_draw_the_same(pool: Pool, strategy: str, sampler: str) -> Non
             assert calls.get("broadcast_object_list") == 5  # the first draw comes before
 
 
+def _own_seeds() -> tuple[list[Any], int]:
+    _, _, lisa = train("ddp", 4, steps=6, accumulate=1, interval=1, sampler="uniform", seed=100 + rank())
+    return lisa.periods, lisa.seed
+
+
+def test_rank_0_says_the_seed(pool: Pool) -> None:
+    """Where ranks come with seeds of their own."""
+    _, _, alone = train(steps=6, accumulate=1, interval=1, sampler="uniform", seed=100)
+    assert pool.run(_own_seeds) == [(alone.periods, 100)] * 4
+
+
 class PerRank:
     """A sampler that does not agree with itself: rank 0's word counts."""
 

@@ -130,6 +130,33 @@ def test_an_optimizer_that_makes_state_without_gradients(policy: Any) -> None:
     fit(LISA(interval=2, state_policy="keep"), build=WithEager)
 
 
+class WithLbfgs(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+def test_an_optimizer_with_one_state_for_all() -> None:
+    with pytest.raises(ValueError, match="LBFGS keeps one vector for all parameters.* HINT: .* such as AdamW"):
+        fit(LISA(interval=2), build=WithLbfgs)
+
+
+class Unfreezes(Net):
+    """As GANs written by hand do."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        self.layers.requires_grad_(True)
+        return super().training_step(batch, index)
+
+
+@pytest.mark.parametrize("policy", ["drop_frozen", "keep"])
+def test_a_module_that_unfreezes_what_lisa_froze(policy: Any) -> None:
+    message = (
+        r"LISA has frozen 'layers.\d.inner.weight' and 8 more, and now it requires a gradient.* HINT: .*toggle_opt"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        fit(LISA(interval=2, state_policy=policy), build=Unfreezes)
+
+
 # ---- models ---------------------------------------------------------------------------------------------------------
 
 
