@@ -62,7 +62,7 @@ class LISA(Callback):
         memory_budget: Bytes that a rank may use, or for example ``"20GiB"``: train as many layers as fit, with Adam,
             instead of ``num_layers``. On a GPU the first period trains one layer and shows what activations take;
             elsewhere weights, gradients and optimizer state count.
-        seed: Of the draws; no other generator is touched.
+        seed: Of the draws, that of rank 0; no other generator is touched.
 
     Raises:
         ValueError: If an argument is not understood, or if the model, the optimizers or the strategy do not allow it;

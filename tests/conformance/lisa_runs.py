@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_paro import state_access
 from lightning_paro.callbacks import LISA
-from tests.distributed.lisa import Net, batches
+from tests.distributed.lisa import Net, batches, loss_of
 
 OUTSIDE = {"embedding.weight", "norm.weight", "norm.bias", "head.weight", "head.bias"}
 """What of ``Net`` is in no layer."""
+
+
+ALL = {name for name, _ in Net().named_parameters()}
+"""All of it."""
+
+
+class Silent(Net):
+    """Logs nothing, which costs time."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return loss_of(self, batch)
 
 
 def of_layers(layers: Iterable[int]) -> set[str]:
@@ -65,6 +77,17 @@ def quiet(**settings: Any) -> Trainer:
 
 def values(module: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+def moved(module: nn.Module, before: Mapping[str, Tensor]) -> set[str]:
+    """Names of the parameters that are not what they were."""
+    return {name for name, p in module.named_parameters() if not torch.equal(before[name].to(p.dtype), p)}
+
+
+def assert_close(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> None:
+    """In float64, by name."""
+    for name, value in truth.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def trained(module: nn.Module) -> set[str]:

@@ -17,7 +17,7 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
 from lightning_paro.algorithms.sampling import Draw
 from lightning_paro.callbacks import LISA
-from tests.conformance.lisa_runs import fit
+from tests.conformance.lisa_runs import assert_close, fit, values
 from tests.distributed.lisa import INTERVAL, Net, by_hand, table, train
 
 ROOT = Path(__file__).parents[2]
@@ -198,7 +198,6 @@ def test_the_example_yaml_is_lisa() -> None:
 def test_a_copy_trains_as_the_original(again: Any) -> None:
     made = again(LISA(num_layers=2, interval=INTERVAL, sampler=table, warmup=0, memory_budget=None))
     _, module = fit(made, count=20, accumulate_grad_batches=2, gradient_clip_val=0.5)
-    for name, value in by_hand(10).items():
-        torch.testing.assert_close(module.get_parameter(name).detach(), value, rtol=0, atol=1e-10)
+    assert_close(values(module), by_hand(10))
     assert len(made.periods) == 4
     assert again(made).periods == made.periods  # after training as well

@@ -41,7 +41,7 @@ def _chosen(budget: int, strategy: Any = "auto", devices: int = 1, precision: An
     return lisa.num_layers
 
 
-@pytest.mark.parametrize("layers", range(1, LAYERS + 1))
+@pytest.mark.parametrize("layers", [1, 3, LAYERS])
 @pytest.mark.parametrize(("precision", "per"), [("32-true", (4, 4, 8)), ("bf16-true", (2, 2, 4))])
 def test_on_a_cpu_the_formula_chooses(layers: int, precision: str, per: tuple[int, int, int]) -> None:
     assert _chosen(needed(layers, per), precision=precision) == layers

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_paro import ParoStrategy
 from lightning_paro.callbacks import LISA
 from tests.conformance.lisa_runs import Save, fit, loader, values
+from tests.conformance.support import by_default
 from tests.distributed.lisa import INTERVAL, TABLE, Net, batches, loss_of, table, train
 from tests.distributed.pool import Pool
 from tests.distributed.test_lisa import _whole
@@ -21,6 +22,7 @@ from tests.distributed.test_lisa_resume import _on
 
 STEPS = 11
 POLICIES = ["drop_frozen", "reset_all", "offload", "keep"]
+SAMPLERS = ["uniform", "cyclic", "weight_norm", "grad_norm"]
 
 
 class Constant(Net):
@@ -61,8 +63,8 @@ def _assert_equal(whole: tuple[LISA, dict[str, Tensor]], resumed: tuple[LISA, di
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("sampler", ["uniform", "cyclic", "weight_norm", "grad_norm"])
-@pytest.mark.parametrize("step", [INTERVAL, 2 * INTERVAL - 1, 2 * INTERVAL])
+@pytest.mark.parametrize("sampler", by_default("uniform", "grad_norm", of=SAMPLERS))
+@pytest.mark.parametrize("step", [pytest.param(INTERVAL, marks=pytest.mark.full), 2 * INTERVAL - 1, 2 * INTERVAL])
 def test_at_the_boundary_of_a_period(tmp_path: Path, policy: str, sampler: str, step: int) -> None:
     """The last step of a period is made, its layers are still awake; or one step earlier."""
     options = {"state_policy": policy, "sampler": sampler}
@@ -81,7 +83,7 @@ def _boundary_on_ranks(name: str, folder: Path, policy: str) -> None:
     _assert_equal((first, whole), (second, _whole(trainer, module)))
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "nig", "ggg"])
+@pytest.mark.parametrize("name", by_default("ddp", "ggg", of=["ddp", "fsdp2", "nig", "ggg"]))
 @pytest.mark.parametrize("policy", ["reset_all", "offload"])
 def test_at_the_boundary_on_several_ranks(pool: Pool, tmp_path: Path, name: str, policy: str) -> None:
     pool.run(_boundary_on_ranks, name, tmp_path, policy)
@@ -115,7 +117,7 @@ HOOKS = ["on_train_batch_start", "on_validation_start", "on_validation_epoch_end
 
 
 @pytest.mark.parametrize("step", [INTERVAL + 1, 2 * INTERVAL])
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("hook", by_default("on_train_batch_start", "on_validation_end", of=HOOKS))
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("policy", ["drop_frozen", "reset_all"])
 def test_in_any_hook(tmp_path: Path, hook: str, step: int, first: bool, policy: str) -> None:
@@ -190,7 +192,10 @@ def _with(name: str, path: Path, save: bool) -> tuple[dict[str, Tensor], list[An
     return values(module), lisa.periods
 
 
-@pytest.mark.parametrize(("before", "after"), [("one", "nig"), ("one", "ggg"), ("one", "ddp"), ("ddp", "one")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("one", "nig"), ("ddp", "one"), *(pytest.param("one", name, marks=pytest.mark.full) for name in ("ggg", "ddp"))],
+)
 def test_on_another_number_of_ranks(pool: Pool, tmp_path: Path, before: str, after: str) -> None:
     def run(name: str, save: bool) -> tuple[dict[str, Tensor], list[Any]]:
         if name == "one":

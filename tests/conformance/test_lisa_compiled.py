@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from lightning_paro.callbacks import LISA
-from tests.conformance.lisa_runs import Watch, fit, values
-from tests.conformance.test_lisa_refusals import Text, gpt2, llama
-from tests.distributed.lisa import Net, loss_of
+from tests.conformance.lisa_models import Text, gpt2, llama
+from tests.conformance.lisa_runs import Silent, Watch, fit, values
+from tests.distributed.lisa import Net
 
 LAYERS = 5
 WHOLE = "is compiled as a whole and will be compiled anew for every set of layers .* HINT: compile each layer"
@@ -42,11 +42,6 @@ class Counting:
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         self.graphs += 1
         return self._backend(graph, inputs) if self._backend else graph.forward  # type: ignore[no-any-return]
-
-
-class Silent(Net):
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        return loss_of(self, batch)
 
 
 def _plain(**options: Any) -> tuple[LISA, dict[str, Tensor]]:

@@ -16,16 +16,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_paro.callbacks import LISA
-from tests.conformance.lisa_runs import OUTSIDE, fit, loader, of_layers, quiet, trained, values
-from tests.distributed.lisa import TABLE, Layer, Net, batches, by_hand, loss_of, rank, table, train
-from tests.distributed.pool import Pool, WorkerError
+from tests.conformance.lisa_runs import OUTSIDE, Silent, assert_close, of_layers, quiet, values
+from tests.distributed.lisa import TABLE, Layer, Net, batches, by_hand, rank, table, train
+from tests.distributed.pool import Pool
 
 STEPS = 10
-
-
-def _close(found: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
-    for name, value in truth.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def _values(options: dict[str, Any], **settings: Any) -> dict[str, Tensor]:
@@ -48,7 +43,7 @@ def _values(options: dict[str, Any], **settings: Any) -> dict[str, Tensor]:
 def test_with_each_option_it_equals_one_process(pool: Pool, options: dict[str, Any]) -> None:
     truth = by_hand(STEPS)
     for found in pool.run(_values, options):
-        _close(found, truth)
+        assert_close(found, truth)
 
 
 # ---- nothing is left ------------------------------------------------------------------------------------------------
@@ -87,7 +82,7 @@ def _twenty_switches(options: dict[str, Any]) -> tuple[list[bool], list[bool], l
     traces = Traces()
     before = _wrappers()
     train(
-        DDPStrategy(**options), 4, steps=3 * 21, accumulate=1, callbacks=[traces], sampler="uniform", build=Deaf,
+        DDPStrategy(**options), 4, steps=3 * 21, accumulate=1, callbacks=[traces], sampler="uniform", build=Silent,
     )  # fmt: skip
     return (
         [wrapper() is not None for wrapper in traces.wrappers[:-1]],
@@ -98,12 +93,7 @@ def _twenty_switches(options: dict[str, Any]) -> tuple[list[bool], list[bool], l
     )
 
 
-class Deaf(Net):
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        return loss_of(self, batch)
-
-
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}], ids=str)
+@pytest.mark.parametrize("options", [{"gradient_as_bucket_view": True}, {"find_unused_parameters": True}], ids=str)
 def test_twenty_switches_leave_nothing_behind(pool: Pool, options: dict[str, Any]) -> None:
     """A hook that stayed on a parameter would keep its reducer, and reduce once more."""
     for wrappers, reducers, collectives, alive, count in pool.run(_twenty_switches, options):
@@ -145,7 +135,7 @@ def test_a_communication_hook_stays(pool: Pool) -> None:
     truth = by_hand(STEPS, 1)
     sizes = {name: p.numel() for name, p in Net().named_parameters()}
     for found, sent in pool.run(_hooked):
-        _close(found, truth)
+        assert_close(found, truth)
         assert sent == [sum(sizes[n] for n in OUTSIDE | of_layers(TABLE[step // 3])) for step in range(STEPS)]
 
 
@@ -188,7 +178,7 @@ def test_synchronised_statistics() -> None:
         )  # fmt: skip
         trainer.fit(module, Halves(8, devices))
         results.append({name: value.cpu() for name, value in module.state_dict().items()})
-    _close(results[1], results[0])
+    assert_close(results[1], results[0])
 
 
 class Halves(torch.utils.data.DataLoader):  # type: ignore[type-arg]
@@ -200,69 +190,3 @@ class Halves(torch.utils.data.DataLoader):  # type: ignore[type-arg]
 
     def __iter__(self) -> Any:
         return (batch.chunk(self.devices)[rank() % self.devices] for batch in super().__iter__())
-
-
-# ---- runs that do not come off --------------------------------------------------------------------------------------
-
-
-def _refused_then_without() -> tuple[dict[str, Tensor], Any]:
-    """A run that LISA refuses, and then one without it of the same module."""
-    torch.manual_seed(0)
-    module = Deaf()
-    module._ddp_params_and_buffers_to_ignore = ["nothing"]  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="num_layers=9"):
-        quiet(callbacks=[LISA(num_layers=9)], strategy="ddp", devices=4).fit(module, loader(2))
-    assert trained(module) == {name for name, _ in module.named_parameters()}
-    data = torch.utils.data.DataLoader([batch.chunk(4)[rank()] for batch in batches(8)], batch_size=None)
-    quiet(strategy="ddp", devices=4).fit(module, data)
-    return values(module), module._ddp_params_and_buffers_to_ignore
-
-
-def test_a_refused_run_leaves_no_layer_unsynchronised(pool: Pool) -> None:
-    torch.manual_seed(0)
-    _, whole = fit(None, Deaf())
-    for found, ignored in pool.run(_refused_then_without):
-        _close(found, values(whole))
-        assert ignored == ["nothing"]
-
-
-class Ignoring(Deaf):
-    """The class itself says what DDP is to leave out."""
-
-    _ddp_params_and_buffers_to_ignore = ["layers.1.inner.bias"]
-
-
-def _ignoring() -> bool:
-    torch.manual_seed(rank())
-    _, module, _ = train(DDPStrategy(), 4, steps=STEPS, build=Ignoring)
-    assert module._ddp_params_and_buffers_to_ignore == ["layers.1.inner.bias"]
-    mine = module.get_parameter("layers.1.inner.bias").detach()
-    others = [torch.empty_like(mine) for _ in range(4)]
-    dist.all_gather(others, mine)
-    return all(torch.equal(mine, other) for other in others)
-
-
-def test_what_the_user_keeps_out_of_ddp_stays_out(pool: Pool) -> None:
-    assert pool.run(_ignoring) == [False] * 4
-
-
-def _one_fails() -> None:
-    class Fails(Deaf):
-        def training_step(self, batch: Tensor, index: int) -> Tensor:
-            if index == 5:
-                raise KeyError("of the user's")
-            return super().training_step(batch, index)
-
-    module = Fails()
-    try:
-        train(DDPStrategy(), 4, steps=STEPS, build=lambda: module)
-    finally:
-        assert len(trained(module)) == 20
-
-
-def test_an_error_reaches_the_user(pool: Pool) -> None:
-    with pytest.raises(WorkerError) as caught:
-        pool.run(_one_fails)
-    assert caught.value.messages() == ["KeyError: 'of the user\\'s'"] * 4 or all(
-        message is not None and message.startswith("KeyError") for message in caught.value.messages()
-    )

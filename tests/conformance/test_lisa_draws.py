@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_paro.algorithms.sampling import Draw, scored
 from lightning_paro.callbacks import LISA
 from tests.conformance.lisa_runs import fit
+from tests.conformance.support import by_default
 from tests.distributed.lisa import Net, rank, train
 from tests.distributed.pool import Pool
 from tests.distributed.test_lisa import _strategy
@@ -125,7 +126,7 @@ def _with_callback(net: LightningModule, callback: Callback) -> LightningModule:
     return net
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "nig", "ggg"])
+@pytest.mark.parametrize("strategy", by_default("ddp", "ggg", of=["ddp", "fsdp2", "nig", "ggg"]))
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_all_ranks_draw_the_same(pool: Pool, strategy: str, sampler: str) -> None:
     _, _, alone = train(steps=6, accumulate=1, interval=1, sampler=sampler)

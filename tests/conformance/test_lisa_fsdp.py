@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from lightning_paro import state_access
 from lightning_paro.callbacks import LISA
 from tests.conformance.lisa_runs import Save
+from tests.conformance.support import by_default
 from tests.distributed.lisa import INTERVAL, LR, TABLE, Layer, Net, batches, by_hand, loss_of, table, train
 from tests.distributed.pool import Pool, WorkerError
 
@@ -95,7 +96,7 @@ def _trained(policy: str) -> tuple[dict[str, Tensor], list[set[int]], int]:
     return module.whole, asleep.seen, lisa.trainable
 
 
-@pytest.mark.parametrize("policy", ["drop_frozen", "reset_all", "offload", "keep"])
+@pytest.mark.parametrize("policy", by_default("drop_frozen", of=["drop_frozen", "reset_all", "offload", "keep"]))
 def test_it_equals_one_process(pool: Pool, policy: str) -> None:
     truth = by_hand(STEPS, 1, clip=None, policy=policy, dtype=torch.float32)
     for whole, seen, trainable in pool.run(_trained, policy):
@@ -147,7 +148,7 @@ def _resumed(path: Path, policy: str, step: int) -> None:
         assert torch.equal(value, resumed.whole[name]), name
 
 
-@pytest.mark.parametrize("policy", ["drop_frozen", "keep"])
+@pytest.mark.parametrize("policy", by_default("drop_frozen", of=["drop_frozen", "keep"]))
 @pytest.mark.parametrize("step", [INTERVAL + 1, 2 * INTERVAL])
 def test_resumed(pool: Pool, tmp_path: Path, policy: str, step: int) -> None:
     """From shards: torch cannot put whole ones together on a CPU."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_paro import ParoStrategy
 from lightning_paro.callbacks import LISA
-from tests.conformance.lisa_runs import OUTSIDE, Watch, fit, loader, of_layers, quiet, trained, values
+from tests.conformance.lisa_runs import OUTSIDE, Watch, assert_close, fit, loader, of_layers, quiet, trained, values
 from tests.distributed.lisa import TABLE, Net, by_hand, loss_of, rank, table
 from tests.distributed.pool import Pool
 
@@ -55,8 +55,7 @@ def test_one_optimizer_trains_as_automatic_optimization_does(closure: bool, poli
     watch = Watch()
     lisa = LISA(interval=3, sampler=table, state_policy=policy)
     _, module = fit(lisa, build=lambda: Manual(closure), callbacks=[watch], count=20)
-    for name, value in by_hand(10, 2, clip=None, policy=policy).items():
-        torch.testing.assert_close(module.get_parameter(name).detach(), value, rtol=0, atol=1e-10)
+    assert_close(values(module), by_hand(10, 2, clip=None, policy=policy))
     assert [step for _, step, _ in lisa.periods] == [0, 3, 6, 9]
     assert watch.gradients == watch.trained == [OUTSIDE | of_layers(TABLE[step // 3]) for step in range(10)]
 
@@ -168,8 +167,7 @@ def _gan_on_ranks(partition: str) -> dict[str, Tensor]:
 def test_two_optimizers_on_four_ranks_equal_one_process(pool: Pool, partition: str) -> None:
     expected = _gan("auto", devices=1)
     for found in pool.run(_gan_on_ranks, partition):
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10)
+        assert_close(found, expected)
 
 
 class Split(Net):

@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 from lightning_paro.algorithms.sampling import Draw
 from lightning_paro.callbacks import LISA
-from tests.conformance.lisa_runs import Watch, fit, trained, values
-from tests.conformance.test_lisa_refusals import Text, gpt2, llama
-from tests.distributed.lisa import Net, table
+from tests.conformance.lisa_models import Text, gpt2, llama
+from tests.conformance.lisa_runs import Watch, fit, moved, trained, values
 
 
 def in_turn(ask: Draw) -> Sequence[int]:
@@ -28,10 +25,6 @@ def _layer(name: str, stack: str) -> int | None:
     """The number of the layer that a parameter is in."""
     head, found, rest = name.partition(f".{stack}.")
     return int(rest.split(".")[0]) if found else None
-
-
-def _moved(module: LightningModule, before: dict[str, Tensor]) -> set[str]:
-    return {name for name, p in module.named_parameters() if not torch.equal(before[name].to(p.dtype), p)}
 
 
 @pytest.mark.parametrize(
@@ -52,7 +45,7 @@ def test_exactly_what_is_active_moves(build: Any, stack: str, outside: set[str])
     inside = {name for name in before if _layer(name, stack) in (0, 1)}
     rest = {name for name in before if _layer(name, stack) is None}
     assert outside < rest
-    assert _moved(module, before) == watch.states[0] == watch.trained[0] == inside | rest
+    assert moved(module, before) == watch.states[0] == watch.trained[0] == inside | rest
     assert lisa.trainable == sum(before[name].numel() for name in inside | rest)
     assert len(lisa.names) == 4
 
@@ -65,7 +58,7 @@ def test_embeddings_and_head_never(build: Any) -> None:
     fit(LISA(interval=1, train_embeddings="never", train_head="never"), module, callbacks=[watch])
     ends = {name for name in before if any(end in name for end in ("wte", "wpe", "embed_tokens", "lm_head"))}
     assert ends
-    assert not ends & (_moved(module, before) | set.union(*watch.gradients, *watch.states))
+    assert not ends & (moved(module, before) | set.union(*watch.gradients, *watch.states))
     assert trained(module) == set(before)
 
 
@@ -120,61 +113,6 @@ def test_only_the_adapters_of_drawn_layers_train(
     assert len(active) == 2 * adapters
     assert len(own) == 4 * adapters
     assert all("lora_" in name for name in active)
-    assert _moved(module, before) == watch.states[-1] == watch.gradients[-1] == active
+    assert moved(module, before) == watch.states[-1] == watch.gradients[-1] == active
     assert trained(module) == own
     assert lisa.trainable == sum(before[name].numel() for name in active)
-
-
-# ---- activations ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("build", [gpt2, llama], ids=["gpt2", "llama"])
-@pytest.mark.parametrize("embeddings", ["always", "never"])
-def test_checkpointed_activations_change_nothing(build: Any, embeddings: Any) -> None:
-    results = []
-    for checkpointed in (False, True):
-        module = Text(build())
-        if checkpointed:
-            module.model.gradient_checkpointing_enable({"use_reentrant": False})
-            module.model.disable_input_require_grads()
-        lisa = LISA(interval=1, train_embeddings=embeddings, train_head=embeddings)
-        fit(lisa, module)
-        results.append(values(module))
-    for name, value in results[0].items():
-        torch.testing.assert_close(results[1][name], value, rtol=0, atol=1e-12)
-    start = Text(build()).double()
-    assert len(_moved(start, results[0])) > len(results[0]) * 0.75
-
-
-class Saved(Net):
-    """By batch: bytes that autograd keeps for the backward, weights left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[int] = []
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        weights = {p.untyped_storage().data_ptr() for p in self.parameters()}
-        kept: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = super().training_step(batch, index)
-        self.kept.append(sum(kept.values()))
-        return loss
-
-
-def test_frozen_layers_keep_fewer_activations() -> None:
-    """A linear layer that is not trained does not keep its input."""
-    _, full = fit(None, build=Saved, count=2)
-    _, module = fit(LISA(num_layers=2, interval=1, sampler=table), build=Saved, count=2)
-    _, fewer = fit(LISA(num_layers=0, interval=1), build=Saved, count=2)
-    assert fewer.kept[0] < module.kept[0] < full.kept[0]
-    rows = 8 * 4 * 8  # of a micro-batch, in float64
-    assert full.kept[0] - module.kept[0] == 3 * rows * 6
-    assert isinstance(full, nn.Module)

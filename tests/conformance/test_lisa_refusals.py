@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
-from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
-from transformers import AlbertConfig, AlbertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AlbertConfig, AlbertForMaskedLM
 
 from lightning_paro.callbacks import LISA
 from lightning_paro.callbacks._lisa_checks import check_trainer
-from tests.conformance.lisa_runs import fit, quiet, values
+from tests.conformance.lisa_models import Text, gpt2
+from tests.conformance.lisa_runs import fit, quiet
 from tests.distributed.lisa import Net
 
 
@@ -158,100 +155,6 @@ def test_a_module_that_unfreezes_what_lisa_froze(policy: Any) -> None:
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------
-
-
-class Text(LightningModule):
-    """A small transformers model on a fixed text."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        return self.model(input_ids=batch, labels=batch).loss  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-def llama(layers: int = 4) -> nn.Module:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=layers, num_attention_heads=2,
-        max_position_embeddings=8, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
-def gpt2(layers: int = 4) -> nn.Module:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=11, n_embd=8, n_layer=layers, n_head=2, n_positions=8, bos_token_id=None, eos_token_id=None,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)
-
-
-REENTRANT = r"activation checkpointing with use_reentrant=True .* HINT: .*\"use_reentrant\": False"
-
-
-def _checkpointed(model: nn.Module, reentrant: bool = True, hooked: bool = False) -> nn.Module:
-    """With the hook through which transformers lets the embeddings' output require a gradient, or without."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of a newer name for it
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if not hooked:
-        model.disable_input_require_grads()
-    return model
-
-
-@pytest.mark.parametrize("when", ["never", "sampled"])
-def test_reentrant_checkpointing_behind_embeddings_that_may_be_frozen(when: Any) -> None:
-    with pytest.raises(ValueError, match=REENTRANT):
-        fit(LISA(interval=1, train_embeddings=when), Text(_checkpointed(llama())))
-    fit(LISA(interval=1, train_embeddings=when), Text(_checkpointed(llama(), reentrant=False)))
-    fit(LISA(interval=1), Text(_checkpointed(llama())))
-
-
-def test_reentrant_checkpointing_behind_embeddings_that_the_user_froze() -> None:
-    model = _checkpointed(llama())
-    model.get_input_embeddings().requires_grad_(False)
-    with pytest.raises(ValueError, match=REENTRANT):
-        fit(LISA(interval=1), Text(model))
-
-
-def test_reentrant_checkpointing_is_right_where_transformers_makes_inputs_require_a_gradient() -> None:
-    """As its models of text do, with PEFT and without."""
-    results = []
-    for reentrant in (False, True):
-        module = Text(_checkpointed(llama(), reentrant, hooked=True))
-        fit(LISA(interval=1, train_embeddings="never"), module)
-        results.append(values(module))
-    start = values(llama().double())
-    assert sum(not torch.equal(p, start[name.removeprefix("model.")]) for name, p in results[0].items()) > 9 * 2
-    for name, value in results[0].items():
-        torch.testing.assert_close(results[1][name], value, rtol=0, atol=1e-12)
-
-
-def test_reentrant_checkpointing_by_torchs_wrapper() -> None:
-    def build() -> Net:
-        net = Net()
-        wrap = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)
-        net.layers = nn.ModuleList(wrap(layer) for layer in net.layers)
-        return net
-
-    with pytest.raises(ValueError, match=REENTRANT):
-        fit(LISA(interval=1, train_embeddings="never"), build=build)
-
-
-def test_reentrant_checkpointing_where_peft_makes_inputs_require_a_gradient() -> None:
-    """Is no reason to refuse: adapters are trained."""
-    model = get_peft_model(_checkpointed(llama(), hooked=True), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-    module = Text(model)
-    before = {name: p.detach().clone() for name, p in module.named_parameters() if "lora_B" in name}
-    fit(LISA(num_layers=4, interval=1), module, precision="32-true")
-    assert len(before) == 8
-    assert not any(torch.equal(p, module.get_parameter(name)) for name, p in before.items())
 
 
 @pytest.mark.parametrize("pair", [("always", "never"), ("never", "sampled"), ("sampled", "always")], ids=str)

@@ -14,8 +14,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_paro.callbacks import LISA
 from lightning_paro.callbacks._progress_text import short
+from tests.conformance.lisa_models import Text, gpt2, llama
 from tests.conformance.lisa_runs import fit, loader, quiet
-from tests.conformance.test_lisa_refusals import Text, gpt2, llama
 from tests.distributed.lisa import TABLE, Net, table
 
 LAYER = 6 * 7 + 7 + 7 * 6
