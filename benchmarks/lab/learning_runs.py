@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.lab.learning_arms import Arm, Run, Study
 from benchmarks.lab.learning_text import batches, sources, topics, windows
+from benchmarks.lab.lisa_memory import held
 from lightning_paro.callbacks import LISA
 
 __all__ = ["Lab", "build", "held_bytes"]
@@ -41,9 +42,9 @@ def held_bytes(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     parameters = list(module.parameters())
     state = (value for entries in optimizer.state.values() for value in entries.values())
     return {
-        "weights": sum(p.nbytes for p in parameters),
-        "gradients": sum(p.grad.nbytes for p in parameters if p.grad is not None),
-        "states": sum(value.nbytes for value in state if isinstance(value, Tensor)),
+        "weights": held(parameters),
+        "gradients": held(parameter.grad for parameter in parameters),
+        "states": held(value for value in state if isinstance(value, Tensor)),
     }
 
 
@@ -107,8 +108,8 @@ class Watch(Callback):
             self.evaluate(trainer, module)
 
     def _hold(self, module: Learner, optimizer: torch.optim.Optimizer) -> None:
-        held = held_bytes(module, optimizer)
-        self.bytes = {part: max(size, self.bytes.get(part, 0)) for part, size in held.items()}
+        sizes = held_bytes(module, optimizer)
+        self.bytes = {part: max(size, self.bytes.get(part, 0)) for part, size in sizes.items()}
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, module: Learner) -> None:

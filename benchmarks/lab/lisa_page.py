@@ -156,7 +156,7 @@ def draw_time(report: Report, path: Path) -> None:
             axis.tick_params(labelsize=8)
             axis.set_xlabel("milliseconds")
             axis.set_title(f"{mine[0]['shape']}, batch {batch}", fontsize=10)
-        axes[0].legend(fontsize=8)
+        axes[0].legend(fontsize=8, loc="lower right")
 
 
 # ---- both ----------------------------------------------------------------------------------------------------

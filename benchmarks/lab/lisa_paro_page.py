@@ -75,7 +75,7 @@ def draw_hosts(report: Report, path: Path) -> None:
             time.barh(names, [row["step_s"] for row in rows], color=colours)
             time.set_xlabel("seconds a step")
             sent.barh(names, [row["inter_bytes"] / 1e6 for row in rows], color=colours)
-            sent.set_xlabel("MB between hosts, a rank and step")
+            sent.set_xlabel("MB between hosts a step")
             sent.set_yticklabels([])
             time.set_title(f"{part['model']}, {where(part['setup'])}", fontsize=9)
             time.tick_params(labelsize=8)

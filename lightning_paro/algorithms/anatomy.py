@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -90,8 +91,8 @@ def _trainable(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 def _behind(model: nn.Module, layers: Collection[nn.Module]) -> set[nn.Module]:
     """What comes after the first layer: a projection of the inputs does not."""
-    order = list(model.modules())
-    return set(order[min(order.index(layer) for layer in layers) :])
+    known = set(layers)
+    return set(itertools.dropwhile(lambda module: module not in known, model.modules()))
 
 
 def _owners(modules: Mapping[str, nn.Module], apart: Collection[int]) -> dict[int, str]:
@@ -113,8 +114,8 @@ def _stacks(model: nn.Module) -> dict[str, nn.Module]:
     blocks = {name: model.get_submodule(name) for name in names}
     blocks |= {} if _trainable(blocks) else _counted(model)
     blocks |= _alike(model, _trainable(blocks))
-    order = list(model.modules())
-    return dict(sorted(blocks.items(), key=lambda block: order.index(block[1])))
+    places = {module: place for place, module in enumerate(model.modules())}
+    return dict(sorted(blocks.items(), key=lambda block: places[block[1]]))
 
 
 def _alike(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

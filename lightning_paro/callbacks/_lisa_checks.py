@@ -1,4 +1,4 @@
-"""Where LISA cannot be right it is refused, before anything is built, with what to do instead."""
+"""Where LISA cannot be right it is refused, where it cannot save all it could it is said, with what to do instead."""
 
 from __future__ import annotations
 
@@ -29,8 +29,13 @@ __all__ = [
 ]
 
 
-def check_trainer(trainer: Trainer) -> None:
-    """Refuse strategies and callbacks that layers cannot be frozen and woken under."""
+def check_trainer(trainer: Trainer, asked: str | None = None) -> None:
+    """Refuse strategies and callbacks that layers cannot be frozen and woken under.
+
+    Args:
+        trainer: With its strategy and callbacks.
+        asked: The argument of LISA that looks at shards of gradients or updates, if one does.
+    """
     strategy = trainer.strategy
     if isinstance(strategy, DeepSpeedStrategy):
         raise ValueError(
@@ -53,6 +58,11 @@ def check_trainer(trainer: Trainer) -> None:
         raise ValueError(
             "FSDPStrategy(use_orig_params=False) merges the parameters of a unit, so LISA cannot freeze some of them. "
             "HINT: leave use_orig_params out, with one unit a layer (auto_wrap_policy={TheLayerClass})."
+        )
+    if isinstance(strategy, FSDPStrategy) and asked:
+        raise ValueError(
+            f"LISA({asked}) needs to know which part of a parameter a rank holds, which FSDPStrategy does not say. "
+            f"HINT: ModelParallelStrategy or Trainer(strategy='paro_ggg'), or leave {asked} out."
         )
     others = [type(c).__name__ for c in trainer.callbacks if isinstance(c, BaseFinetuning)]  # type: ignore[attr-defined]
     if others:

@@ -43,7 +43,7 @@ class GradientNorms:
     def observe(self, access: StateAccess, layers: Layers, active: Sequence[int]) -> None:
         """Before a step: take the active layers' gradients into account. Collective; nothing waits for the device."""
         shards = access.trainable_shards()
-        squares: dict[int, Tensor] = {}
+        squares: dict[int, Tensor] = {}  # of layers that have gradients here
         for index in active:
             gradients = [shards[name].grad for name in layers[index] if name in shards]
             parts = [g.detach().float().square().sum() for g in gradients if g is not None]
@@ -55,9 +55,10 @@ class GradientNorms:
         zero = torch.zeros((), device=device)
         norms = access.reduce_over_shards(torch.stack([squares.get(index, zero) for index in active])).sqrt()
         self._norms = self._norms.to(device)
-        old = self._norms[list(active)]
-        new = torch.where(old.isnan(), norms, DECAY * old + (1 - DECAY) * norms)
-        self._norms[list(active)] = torch.where(norms.isfinite(), new, old)
+        for index, norm in zip(active, norms, strict=True):  # one by one: a list of indices would be copied there
+            old = self._norms[index]
+            new = torch.where(old.isnan(), norm, DECAY * old + (1 - DECAY) * norm)
+            self._norms[index] = torch.where(norm.isfinite(), new, old)
 
     def scores(self) -> list[float]:
         """By layer; one that was never trained counts as the mean of the others."""

@@ -142,7 +142,8 @@ class LISA(Callback):
         if stage != "fit":
             return
         self._resumed = None  # by a run that only evaluated
-        checks.check_trainer(trainer)
+        warmup = f"warmup={self.warmup}" if self.warmup else None
+        checks.check_trainer(trainer, 'sampler="grad_norm"' if self.sampler == "grad_norm" else warmup)
         if isinstance(trainer.strategy, DDPStrategy):
             with contextlib.suppress(ValueError):  # layers may not be there before configure_model
                 layers = dissect(pl_module, self.layers).layers.values()

@@ -8,10 +8,9 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
-
 from lightning_paro.callbacks import LISA
 from lightning_paro.cli._hugging_face import model_of_config
+from lightning_paro.cli._output import console, make_folders
 
 __all__ = ["lisa_memory"]
 
@@ -48,14 +47,9 @@ def lisa_memory(
     except ValueError as error:
         own = re.sub(r"\b(num_)?layers=", lambda found: OWN_NAMES[found[0]], str(error))
         raise ValueError(own) from error
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=100)  # into a file or a pipe nothing is cut off
-    console.print(report)
+    console(100).print(report)
     content = report.to_dict()
-    for file in (json, csv):
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(json, csv)
     if json is not None:
         json.write_text(json_module.dumps(content, indent=2) + "\n", encoding="utf-8")
     if csv is not None:

@@ -8,10 +8,10 @@ from typing import Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from rich.console import Console
 
 from lightning_paro import planner
 from lightning_paro.cli._hugging_face import model_of_config
+from lightning_paro.cli._output import console, make_folders
 from lightning_paro.planner import Network, Plan, StateBytes, Workload
 from lightning_paro.sharding import find_units
 from lightning_paro.topology import Topology
@@ -101,27 +101,23 @@ def plan(
     inter, intra = _links(inter, intra, max(worlds), group)
     measured = (bandwidth and bandwidth * GIGABIT for bandwidth in (column, ring))
     network = Network(Topology(worlds[0], group), inter * GIGABIT, intra * GIGABIT, nic, *measured)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)  # into a file or a pipe nothing is cut off
+    screen = console(160)
     result: Plan | list[Plan]
     if scale is None:
         result = planner.make_plan(workload, network, memory * GIGABYTE, collectives)
-        console.print(planner.table(result))
+        screen.print(planner.table(result))
         if result.recommended is None:
             least = min(row.cost.memory_bytes for row in result.rows) / GIGABYTE
-            console.print(
+            screen.print(
                 f"Nothing fits: the least is {least:.2f} GB and 5 %, a rank has {memory:g} GB. Use more ranks, smaller "
                 "micro-batches, activation checkpointing, or fewer trained parameters."
             )
         else:
-            console.print(f"Use Trainer(strategy=ParoStrategy('{result.recommended.partition}', group_size={group})).")
+            screen.print(f"Use Trainer(strategy=ParoStrategy('{result.recommended.partition}', group_size={group})).")
     else:
         result = planner.scale(workload, network, memory * GIGABYTE, worlds, collectives)
-        console.print(planner.scaling_table(result))
-    for path in (json, csv, plot):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        screen.print(planner.scaling_table(result))
+    make_folders(json, csv, plot)
     if json is not None:
         planner.write_json(result, json)
     if csv is not None:

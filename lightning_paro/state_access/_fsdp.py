@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,30 +25,30 @@ class ShardedTensors(ReplicatedState):
     @contextmanager
     def full_parameters(self, module: nn.Module, writeback: bool = False) -> Iterator[None]:
         """As the protocol says; modules that were not wrapped are whole anyway."""
-        wrapped = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        owner = None if wrapped else self._owner(module)
-        for part in [owner] if owner is not None else wrapped:
+        wrapped: Sequence[FSDPModule] = [
+            part for part in module.modules() if isinstance(part, FSDPModule)
+        ] or self._around(module)
+        for part in wrapped:
             part.unshard()
         try:
             yield
             written = {n: p.detach().clone() for n, p in module.named_parameters()} if writeback else {}
         finally:
-            for part in [owner] if owner is not None else wrapped:
+            for part in wrapped:
                 part.reshard()
         for name, parameter in module.named_parameters():
             if name in written:
                 _write(parameter, written[name])
 
-    def _owner(self, module: nn.Module) -> FSDPModule | None:
+    def _around(self, module: nn.Module) -> Sequence[FSDPModule]:
         """The innermost wrapped module around a module that is not wrapped itself."""
-        holders = [m for m in self._module.modules() if isinstance(m, FSDPModule) and module in set(m.modules())]
-        return holders[-1] if holders else None
+        return [m for m in self._module.modules() if isinstance(m, FSDPModule) and module in set(m.modules())][-1:]
 
     def _shard(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> Shard:
         if not isinstance(parameter, DTensor):
             return super()._shard(parameter, state)
         mesh, placements = parameter.device_mesh, parameter.placements
-        shape, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+        _, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
         offset = 0
         for start, size in zip(offsets, parameter.shape, strict=True):
             offset = offset * size + start

@@ -66,6 +66,11 @@ class Sharded(Net):
             self.whole = {_proper(name): p.detach().clone() for name, p in self.named_parameters()}
 
 
+class NeverBuilt(Sharded):
+    def configure_optimizers(self) -> Any:
+        raise AssertionError("it came to optimizers")
+
+
 def _proper(name: str) -> str:
     return name.replace("_fsdp_wrapped_module.", "")
 
@@ -131,12 +136,16 @@ def test_a_budget_is_that_of_a_rank(pool: Pool) -> None:
     assert pool.run(_budgeted, needed // 4 - 3) == [2] * 4
 
 
-@pytest.mark.parametrize("options", [{"sampler": "grad_norm"}, {"warmup": 1}], ids=str)
-def test_what_needs_to_know_the_parts_is_refused(pool: Pool, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("options", "told"), [({"sampler": "grad_norm"}, 'sampler="grad_norm"'), ({"warmup": 1}, "warmup=1")]
+)
+def test_what_needs_to_know_the_parts_is_refused(pool: Pool, options: dict[str, Any], told: str) -> None:
+    """Before anything is built."""
     with pytest.raises(WorkerError) as caught:
-        pool.run(_fit, **options)
+        pool.run(_fit, build=NeverBuilt, **options)
     for message in caught.value.messages():
-        assert "FSDPStrategy does not say which part of a parameter is here. HINT: train with strategy=" in str(message)
+        assert f"LISA({told}) needs to know" in str(message)
+        assert f"HINT: ModelParallelStrategy or Trainer(strategy='paro_ggg'), or leave {told} out." in str(message)
 
 
 def _resumed(path: Path, policy: str, step: int) -> None:

@@ -82,6 +82,8 @@ def train(
     strategy: Any = "auto",
     devices: int = 1,
     *,
+    nodes: int = 1,
+    accelerator: str = "cpu",
     steps: int = 3 * INTERVAL + 1,
     accumulate: int = 2,
     clip: float | None = 0.5,
@@ -99,8 +101,9 @@ def train(
     here = int(os.environ.get("RANK", 0)) if devices > 1 else 0
     mine = [batch.chunk(devices)[here] for batch in batches(steps * accumulate)]
     trainer = Trainer(
-        strategy=strategy, devices=devices, accelerator="cpu", precision=precision, max_epochs=1, logger=False,
-        callbacks=[lisa, *callbacks], enable_checkpointing=False, enable_progress_bar=False, max_steps=steps,
+        strategy=strategy, devices=devices // nodes, num_nodes=nodes, accelerator=accelerator, precision=precision,
+        max_epochs=1, logger=False, callbacks=[lisa, *callbacks], enable_checkpointing=False,
+        enable_progress_bar=False, max_steps=steps,
         enable_model_summary=False, use_distributed_sampler=False, accumulate_grad_batches=accumulate,
         gradient_clip_val=clip,
     )  # fmt: skip
