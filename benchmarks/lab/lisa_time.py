@@ -55,14 +55,22 @@ class Profiler(Callback):
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         self.profile = profile(activities=activities)
         self.steps = 0
+        self._on_gpu = on_gpu
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.steps += 1
         if self.steps == WARMUP:
+            self._wait()
             self.profile.start()
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
+        self._wait()
         self.profile.stop()
+
+    def _wait(self) -> None:
+        """Nothing of a step before counts, and all of the last one."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
 
 
 def measure(device: torch.device, shape: str, batch: int, arm: str, compiled: bool = False) -> dict[str, Any]:

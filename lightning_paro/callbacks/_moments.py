@@ -22,33 +22,30 @@ class Offloaded:
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
-        self._coming: dict[tuple[str, str], Tensor] = {}
+        self._coming: list[tuple[dict[str, Any], str, Tensor]] = []  # a state, its key, and what will stand there
 
     def evict(self, states: States) -> None:
         """Move state to the host; the device's memory is free once the copies are done."""
-        for name, state in states.items():
+        self.arrive()
+        for state in states.values():
             for key, value in state.items():
                 if _moves(value):
-                    self._coming.pop((name, key), None)
                     state[key] = _with_local(value, self._to_host(_local(value)))
 
-    def prefetch(self, states: States, device: torch.device) -> None:
-        """Start to bring state back that will be needed soon."""
-        for name, state in states.items():
-            for key, value in state.items():
-                if _moves(value) and _local(value).device != device and (name, key) not in self._coming:
-                    self._coming[name, key] = self._to_device(_local(value), device)
-
     def fetch(self, states: States, device: torch.device) -> None:
-        """Have state back on the device, whether it was prefetched or not."""
-        self.prefetch(states, device)
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
-        for name, state in states.items():
+        """Begin to bring state back to the device."""
+        for state in states.values():
             for key, value in state.items():
-                arrived = self._coming.pop((name, key), None)
-                if arrived is not None:
-                    state[key] = _with_local(value, arrived)
+                if _moves(value) and _local(value).device != device:
+                    self._coming.append((state, key, self._to_device(_local(value), device)))
+
+    def arrive(self) -> None:
+        """Have what was fetched on the device; what is computed from now on waits for the copies."""
+        if self._coming and self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        for state, key, arrived in self._coming:
+            state[key] = _with_local(state[key], arrived)
+        self._coming.clear()
 
     def synchronize(self) -> None:
         """Wait on the host until all copies are done, before somebody reads them there."""

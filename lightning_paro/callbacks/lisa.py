@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_paro.algorithms.anatomy import Anatomy, dissect
-from lightning_paro.algorithms.sampling import SCORED, Draw, Sampler, draw
+from lightning_paro.algorithms.sampling import Draw, Sampler, draw
 from lightning_paro.callbacks import _lisa_checks as checks
 from lightning_paro.callbacks._budget import Budget
 from lightning_paro.callbacks._heatmap import Period, write_heatmap
@@ -51,8 +51,8 @@ class LISA(Callback):
             :class:`~lightning_paro.algorithms.sampling.Draw` to the layers' numbers.
         state_policy: What becomes of the optimizer state of layers that are frozen. ``"drop_frozen"``: forgotten.
             ``"reset_all"``: at each switch all state is forgotten, that of embeddings and head as well, as in the
-            paper's runs. ``"offload"``: moved to pinned host memory, and fetched ahead of the period that needs it.
-            ``"keep"``: kept where it is, which grows to that of full fine-tuning.
+            paper's runs. ``"offload"``: moved to pinned host memory, and fetched when the layer wakes, ahead of the
+            update that needs it. ``"keep"``: kept where it is, which grows to that of full fine-tuning.
         train_embeddings: ``"always"``; ``"sampled"``: as one more layer that may be drawn; ``"never"``.
         train_head: Likewise. A head that is tied to the embeddings counts as embeddings.
         warmup: After a layer was activated its j-th step is scaled by j / (warmup + 1), for this many steps: fresh
@@ -116,7 +116,6 @@ class LISA(Callback):
         self._cleared = 0  # steps whose gradients are gone
         self._resumed: Mapping[str, Any] | None = None
         self._counted = 0  # number of the optimizer whose steps count
-        self._ahead: tuple[int, tuple[int, ...]] | None = None  # a period and its layers
         self._offloaded = Offloaded()
         self._ramp = Warmup(warmup)
         self._text = ProgressText("lisa", self._line)
@@ -152,7 +151,7 @@ class LISA(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         anatomy = dissect(pl_module, self.layers)
-        self._ahead, self._offloaded = None, Offloaded()
+        self._offloaded = Offloaded()
         self._parts = parts = Parts(anatomy, state_access(trainer).sizes(), self.train_embeddings, self.train_head)
         self._is_on = True
         names = parts.names
@@ -205,10 +204,6 @@ class LISA(Callback):
         period = self._steps // self.interval
         if period != self._period:  # only after a step: never in the middle of an accumulation
             self._switch(trainer, pl_module, period)
-        elif self.state_policy == "offload" and (self._steps + 1) % self.interval == 0 and self._is_known_ahead:
-            coming = [i for i in self._draw(trainer, pl_module, period + 1) if i not in self.active]
-            states = state_access(trainer).optimizer_state(self._parts.of(coming).values())
-            self._offloaded.prefetch(states, pl_module.device)
         seen = {f"lisa/layer_{place}": index for place, index in enumerate(self.active)}
         seen |= {"lisa/trainable": self.trainable, "lisa/state_bytes": self._state_bytes}
         if not trainer.barebones:
@@ -218,6 +213,7 @@ class LISA(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        self._offloaded.arrive()
         self._ramp.begin(state_access(trainer), optimizer, {index: self._parts.layers[index] for index in self.active})
         if optimizer is trainer.optimizers[self._counted]:
             if self.sampler == "grad_norm":
@@ -268,7 +264,6 @@ class LISA(Callback):
         """Freeze what is done, wake what comes."""
         access = state_access(trainer)
         if self._budget is not None and self._budget.is_open and self._steps > 1:  # state is there after the first
-            self._ahead = None
             self.num_layers = self._budget.choose(trainer, self._parts.counts())
             rank_zero_info(f"LISA trains {self.num_layers} layers at a time, which fit into {self.memory_budget}.")
         chosen = self._draw(trainer, pl_module, period)
@@ -280,7 +275,7 @@ class LISA(Callback):
             self._ramp.stay(())
         access.set_trainable(coming.values(), True)
         if self.state_policy == "offload":
-            self._offloaded.fetch(access.optimizer_state(coming.values()), pl_module.device)
+            self._offloaded.fetch(access.optimizer_state(coming.values()), pl_module.device)  # until the first update
         self._note(period, chosen)
 
     @property
@@ -299,14 +294,8 @@ class LISA(Callback):
 
     # ---- drawing --------------------------------------------------------------------------------------------
 
-    @property
-    def _is_known_ahead(self) -> bool:
-        return self.sampler not in SCORED
-
     def _draw(self, trainer: Trainer, pl_module: LightningModule, period: int) -> tuple[int, ...]:
-        """The layers of a period, the same on all ranks; a sampler is asked once for each."""
-        if self._ahead is not None and self._ahead[0] == period:
-            return self._ahead[1]
+        """The layers of a period, the same on all ranks."""
         scores: Sequence[float] = ()
         if self.sampler == "weight_norm":
             modules = dict(pl_module.named_modules())
@@ -317,7 +306,6 @@ class LISA(Callback):
         chosen = draw(self.sampler, Draw(period, len(self.names), self.num_layers, self.seed), scores)
         if callable(self.sampler) or scores:  # what a rank computed itself may differ in the last bit, or be random
             chosen = tuple(trainer.strategy.broadcast(chosen))
-        self._ahead = (period, chosen)
         return chosen
 
     # ---- what it shows --------------------------------------------------------------------------------------

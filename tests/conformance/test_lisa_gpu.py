@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +16,21 @@ from torch.utils.data import DataLoader
 
 from lightning_paro import ParoStrategy, state_access
 from lightning_paro.callbacks import LISA
-from tests.conformance.lisa_runs import OUTSIDE, assert_close, fit, of_layers, values
-from tests.distributed.lisa import INTERVAL, TABLE, by_hand, train
+from tests.conformance.lisa_runs import OUTSIDE, Save, assert_close, fit, of_layers, values
+from tests.distributed.lisa import INTERVAL, TABLE, Net, batches, by_hand, loss_of, train
 from tests.distributed.pool import free_port
 
 pytestmark = pytest.mark.gpu
 
 STEPS = 5 * INTERVAL + 1
 WIDE, DEEP = 512, 8
+
+
+class Constant(Net):
+    """Sees one batch all the time: a loader begins anew when training is resumed."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return loss_of(self, batches(1)[0].to(self.device))
 
 
 def _on_gpu(**options: Any) -> tuple[Trainer, dict[str, Tensor]]:
@@ -69,6 +77,16 @@ def test_moments_that_sleep_are_pinned_on_the_host_and_come_back_bit_for_bit() -
             active = OUTSIDE | of_layers(TABLE[step // INTERVAL])
             assert {name for name, found in where.items() if found == {("cuda", False)}} == active
             assert all(found == {("cpu", True)} for name, found in where.items() if name not in active)
+
+
+@pytest.mark.parametrize("step", [INTERVAL + 1, 2 * INTERVAL])
+@pytest.mark.parametrize("policy", ["drop_frozen", "offload"])
+def test_resumed(tmp_path: Path, policy: str, step: int) -> None:
+    """Within a period and where one ends, bit for bit."""
+    options: dict[str, Any] = {"state_policy": policy, "precision": "32-true", "build": Constant}
+    _, whole = _on_gpu(callbacks=[Save(tmp_path / "mid.ckpt", step)], **options)
+    _, resumed = _on_gpu(resume=tmp_path / "mid.ckpt", **options)
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -150,14 +168,15 @@ class Peak(Callback):
 
 def _peak(lisa: LISA) -> int:
     peak = Peak(2)
-    _large(lisa, 8, peak)
+    _large(lisa, 2 * DEEP, peak)
     return peak.nbytes
 
 
-def test_a_memory_is_kept_to_and_made_use_of() -> None:
+@pytest.mark.parametrize("policy", ["drop_frozen", "offload"])
+def test_a_memory_is_kept_to_and_made_use_of(policy: Any) -> None:
     first = _peak(LISA(1, 2))  # cuBLAS takes its workspace once
     budget = _peak(LISA(4, 2)) + LAYER
-    lisa = LISA(interval=2, memory_budget=budget)
+    lisa = LISA(interval=2, memory_budget=budget, sampler="cyclic", state_policy=policy)
     peak = _peak(lisa)
     assert first < peak <= budget
     assert 3 <= lisa.num_layers <= 5
@@ -228,21 +247,27 @@ def test_the_host_waits_no_more_often_than_without(make: Callable[[], LISA]) -> 
 # ---- several --------------------------------------------------------------------------------------------------------
 
 
-def _posed(rank: int, port: int, partition: str) -> None:
+def _posed(rank: int, port: int, partition: str, path: Path) -> None:
     """A rank of two hosts of two ranks, by NCCL's account, on two GPUs."""
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NCCL_IB_DISABLE="1", NCCL_SOCKET_IFNAME="lo",
         NCCL_HOSTID=f"host{rank // 2}", RANK=str(rank), WORLD_SIZE="4", LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2",
         GROUP_RANK=str(rank // 2), TORCHELASTIC_RUN_ID="posed",
     )  # fmt: skip
-    for policy in ("drop_frozen", "offload"):
+
+    def run(**options: Any) -> dict[str, Tensor]:
         strategy = ParoStrategy(partition, group_size=2)
-        _, module, _ = train(strategy, 4, nodes=2, accelerator="gpu", steps=STEPS, state_policy=policy)
-        found = {name: value.cpu() for name, value in values(module).items()}
-        assert_close(found, by_hand(STEPS, policy=policy))
+        _, module, _ = train(strategy, 4, nodes=2, accelerator="gpu", steps=STEPS, **options)
+        return {name: value.cpu() for name, value in values(module).items()}
+
+    for policy in ("drop_frozen", "offload"):
+        assert_close(run(state_policy=policy), by_hand(STEPS, policy=policy))
+    whole = run(state_policy="offload", build=Constant, callbacks=[Save(path, INTERVAL + 1)])
+    resumed = run(state_policy="offload", build=Constant, resume=path)
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("partition", ["nig", "iig", "ggg"])
-def test_partitions_on_posed_hosts_equal_one_process(partition: str) -> None:
-    torch.multiprocessing.spawn(_posed, (free_port(), partition), nprocs=4)
+def test_partitions_on_posed_hosts_equal_one_process(tmp_path: Path, partition: str) -> None:
+    torch.multiprocessing.spawn(_posed, (free_port(), partition, tmp_path / "mid.ckpt"), nprocs=4)
