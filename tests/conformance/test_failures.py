@@ -47,7 +47,7 @@ def _run(log: Path, *arguments: str) -> tuple[int, str]:
         pytest.param([], "setup", marks=pytest.mark.full),
         ([], "save"),  # as "raise", but the failed rank then waits for the others to save a checkpoint
         ([], "kill"),
-        (TORCHRUN, "raise"),
+        pytest.param(TORCHRUN, "raise", marks=pytest.mark.full),
     ],
     ids=["popen-raise", "popen-setup", "popen-save", "popen-kill", "torchrun-raise"],
 )

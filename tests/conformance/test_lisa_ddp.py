@@ -93,7 +93,11 @@ def _twenty_switches(options: dict[str, Any]) -> tuple[list[bool], list[bool], l
     )
 
 
-@pytest.mark.parametrize("options", [{"gradient_as_bucket_view": True}, {"find_unused_parameters": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"gradient_as_bucket_view": True}, pytest.param({"find_unused_parameters": True}, marks=pytest.mark.full)],
+    ids=str,
+)
 def test_twenty_switches_leave_nothing_behind(pool: Pool, options: dict[str, Any]) -> None:
     """A hook that stayed on a parameter would keep its reducer, and reduce once more."""
     for wrappers, reducers, collectives, alive, count in pool.run(_twenty_switches, options):

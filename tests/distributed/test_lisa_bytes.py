@@ -153,7 +153,7 @@ def _check(pool: Pool, *args: Any) -> None:
         assert not wrong, f"rank {rank}:\n" + "\n".join(wrong)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.full), "bf16-mixed"])
 def test_traffic_and_memory_are_those_of_what_is_trained(pool: Pool, some: tuple[str, ...], precision: str) -> None:
     _check(pool, some, precision, "drop_frozen", False)
 

@@ -62,7 +62,8 @@ def _steps_left(partitions: tuple[str, ...], precision: str, keep_master: bool) 
 
 
 @pytest.mark.parametrize(
-    ("precision", "keep_master"), [("bf16-mixed", False), ("bf16-mixed", True), ("32-true", False)]
+    ("precision", "keep_master"),
+    [("bf16-mixed", False), ("bf16-mixed", True), pytest.param("32-true", False, marks=pytest.mark.full)],
 )
 def test_short_steps_are_lost_with_the_master_and_only_with_it(
     pool: Pool, some: tuple[str, ...], precision: str, keep_master: bool

@@ -187,7 +187,10 @@ def _compiled_anew(loop: Alone) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("scenario", [_compiled_before_sharding, _compiled_after_sharding, _compiled_anew])
+@pytest.mark.parametrize(
+    "scenario",
+    [pytest.param(_compiled_before_sharding, marks=pytest.mark.full), _compiled_after_sharding, _compiled_anew],
+)
 def test_compiled_blocks_equal_one_process(pool: Pool, few: tuple[str, ...], scenario: Any) -> None:
     assert_as_alone(pool, scenario, few)
 
