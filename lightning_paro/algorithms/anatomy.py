@@ -219,7 +219,7 @@ def _no_layers(model: nn.Module) -> str:
                 "their parameters, as ALBERT's do, there is nothing to choose between. HINT: train all of it."
             )
     return (
-        f"{type(model).__name__} has no stack of layers: expected a ModuleList or Sequential of at least two "
-        "modules of one class that holds a fifth of the parameters outside of the embeddings. HINT: name it, "
-        + (f"layers='...', one or several of {lists}." if lists else "once there is one, layers='...'.")
+        f"{type(model).__name__} has no stack of layers: expected a ModuleList or Sequential with at least two modules "
+        "of one class, and in them a fifth of the parameters outside of the embeddings. HINT: "
+        + (f"name it, layers='...', one or several of {lists}." if lists else "put the repeated layers into one.")
     )

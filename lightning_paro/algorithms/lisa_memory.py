@@ -22,7 +22,9 @@ __all__ = [
     "ParameterCounts",
     "adapter_parameters",
     "arms",
+    "binary_unit",
     "bytes_per_parameter",
+    "bytes_text",
     "fitting_layers",
     "lisa_state",
     "model_state",
@@ -185,7 +187,7 @@ def lisa_state(
     names = ["E"] * (embeddings and counts.embeddings > 0)
     names += ["H"] * (embeddings if counts.tied else head and counts.head > 0)
     names += [f"{num_layers}L"] * (num_layers > 0)
-    return model_state(f"LISA {'+'.join(names) or 'rest'}", counts.total, active, sizes, divisors)
+    return model_state(f"LISA {'+'.join(names) or '0L'}", counts.total, active, sizes, divisors)
 
 
 def arms(
@@ -280,9 +282,9 @@ def fitting_layers(
     fitting = sum(size <= budget_bytes for size in takes) - 1  # they ascend
     if fitting < 1:
         raise ValueError(
-            f"a memory of {_gib(budget_bytes)} is not enough: one layer at a time takes {_gib(takes[1])}, and none "
-            f"{_gib(takes[0])}, of which {_gib(overhead_bytes)} are not model state. HINT: freeze embeddings or head, "
-            "shard the state with ParoStrategy, or allow for more memory."
+            f"a memory of {bytes_text(budget_bytes)} is not enough: one layer at a time takes {bytes_text(takes[1])}, "
+            f"and none {bytes_text(takes[0])}, of which {bytes_text(overhead_bytes)} are not model state. HINT: freeze "
+            "embeddings or head, shard the state with ParoStrategy, or allow for more memory."
         )
     return fitting
 
@@ -302,5 +304,12 @@ def parse_bytes(text: str | float) -> int:
     return int(size)
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+def binary_unit(size: int) -> tuple[str, int]:
+    """The unit that an amount of memory is read well in, and its bytes."""
+    return next(((unit, UNITS[unit]) for unit in ("GiB", "MiB") if size >= UNITS[unit]), ("KiB", UNITS["KiB"]))
+
+
+def bytes_text(size: int) -> str:
+    """An amount of memory to be read, such as ``"1.50 GiB"``."""
+    unit, nbytes = binary_unit(size)
+    return f"{size / nbytes:.2f} {unit}"

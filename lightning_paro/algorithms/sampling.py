@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -92,13 +94,21 @@ def _permutation(size: int, generator: torch.Generator) -> list[int]:
     return order
 
 
+def _listed(answer: object, count: int) -> Any:
+    """What a sampler answers, as a list if it is an iterable, of which one more than asked for is read."""
+    answer = answer.tolist() if isinstance(answer, torch.Tensor) else answer
+    if isinstance(answer, Iterable) and not isinstance(answer, (str, bytes, Mapping)):
+        return list(itertools.islice(answer, count + 1))
+    return answer
+
+
 def draw(sampler: str | Sampler, ask: Draw, scores: Sequence[float] = ()) -> tuple[int, ...]:
     """The layers of a period, in ascending order.
 
     Raises:
         ValueError: If a sampler of the user's own does not return that many different layers.
     """
-    chosen: object
+    chosen: Any
     if sampler in SCORED:
         chosen = scored(ask, scores)
     elif sampler == "uniform":
@@ -107,13 +117,15 @@ def draw(sampler: str | Sampler, ask: Draw, scores: Sequence[float] = ()) -> tup
         chosen = cyclic(ask)
     else:
         assert callable(sampler)
-        chosen = sampler(ask)
+        chosen = _listed(sampler(ask), ask.num_layers)
     try:
         numbers = sorted(operator.index(index) for index in chosen)
+        is_wrong = any(isinstance(index, bool) for index in chosen)
     except TypeError:
-        numbers = [-1]  # which no layer has
+        numbers, is_wrong = [], True
     distinct = set(numbers)
-    if len(distinct) != len(numbers) or len(numbers) != ask.num_layers or not distinct <= set(range(ask.size)):
+    is_wrong = is_wrong or not distinct <= set(range(ask.size))
+    if is_wrong or len(distinct) != len(numbers) or len(numbers) != ask.num_layers:
         raise ValueError(
             f"the sampler returned {chosen!r} in period {ask.period}; expected {ask.num_layers} different numbers from "
             f"0 to {ask.size - 1}. HINT: a sampler is called with a Draw and returns layers' numbers."

@@ -3,46 +3,65 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-__all__ = ["Period", "draw_heatmap", "write_heatmap"]
+__all__ = ["Period", "draw_heatmap", "write_heatmap", "write_table"]
 
 Period = tuple[int, int, tuple[int, ...]]
 """Number of a period, optimizer steps before it, the layers it trains."""
 
 
-def write_heatmap(folder: Path, loggers: Sequence[Logger], names: Sequence[str], periods: Sequence[Period]) -> None:
-    """Write ``lisa.csv`` and ``lisa.png`` into a folder, and the picture to TensorBoard.
+def write_heatmap(folder: str, loggers: Sequence[Logger], names: Sequence[str], periods: Sequence[Period]) -> None:
+    """Write ``lisa.csv`` and ``lisa.png`` into a folder, and the picture to TensorBoard; what fails is told.
 
     Args:
-        folder: The logger's folder.
+        folder: The logger's folder, which may be a remote one.
         loggers: The trainer's loggers.
         names: Names of the layers.
         periods: What was trained.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lisa.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["period", "step", *names])
-        for number, step, active in periods:
-            writer.writerow([number, step, *(int(index in active) for index in range(len(names)))])
+    write_table(folder, names, periods)
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        rank_zero_info(f"LISA wrote {folder / 'lisa.csv'}; for a picture: pip install 'lightning_paro[plots]'.")
+        rank_zero_info(f"LISA wrote {folder}/lisa.csv; for a picture: pip install 'lightning_paro[plots]'.")
         return
-    figure = Figure(figsize=(8, 1 + 0.16 * len(names)), layout="constrained")
-    draw_heatmap(figure, names, periods)
-    figure.savefig(folder / "lisa.png", dpi=150)
-    for logger in loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_figure("lisa", figure, global_step=periods[-1][1])
-    rank_zero_info(f"LISA wrote which layers it trained to {folder / 'lisa.png'}, and to lisa.csv beside it.")
+    with _told(f"{folder}/lisa.png"):
+        figure = Figure(figsize=(8, 1 + 0.16 * len(names)), layout="constrained")
+        draw_heatmap(figure, names, periods)
+        with get_filesystem(folder).open(f"{folder}/lisa.png", "wb") as file:
+            figure.savefig(file, dpi=150, format="png")
+        for logger in loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_figure("lisa", figure, global_step=periods[-1][1])
+        rank_zero_info(f"LISA wrote which layers it trained to {folder}/lisa.png, and to lisa.csv beside it.")
+
+
+def write_table(folder: str, names: Sequence[str], periods: Sequence[Period]) -> None:
+    """Write ``lisa.csv`` into a folder; what fails is told."""
+    files = get_filesystem(folder)
+    with _told(f"{folder}/lisa.csv"):
+        files.makedirs(folder, exist_ok=True)
+        with files.open(f"{folder}/lisa.csv", "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(["period", "step", *names])
+            for number, step, active in periods:
+                writer.writerow([number, step, *(int(index in active) for index in range(len(names)))])
+
+
+@contextmanager
+def _told(path: str) -> Iterator[None]:
+    """A report that cannot be written is no reason to lose a training, nor its last checkpoint."""
+    try:
+        yield
+    except Exception as error:
+        rank_zero_warn(f"LISA could not write {path}: {type(error).__name__}: {error}. Training goes on.")
 
 
 def draw_heatmap(figure: Any, names: Sequence[str], periods: Sequence[Period]) -> None:

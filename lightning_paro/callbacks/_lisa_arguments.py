@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 from lightning_paro.algorithms.sampling import SCORED
@@ -31,13 +32,13 @@ def check_arguments(arguments: dict[str, Any]) -> None:
 
 
 def _integer(name: str, value: Any, least: int | None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
+    if isinstance(value, bool) or not isinstance(value, Integral) or (least is not None and int(value) < least):
         raise ValueError(f"{name}={value!r} must be an integer{'' if least is None else f', {least} or more'}.")
 
 
 def _one_of(name: str, value: Any, known: Sequence[str], other: str = "") -> None:
-    if value not in known:
-        raise ValueError(f"{name}={value!r} is not understood: expected one of {', '.join(known)}{other}.")
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name}={value!r} is not understood: expected one of {', '.join(map(repr, known))}{other}.")
 
 
 def _paths(layers: Any) -> None:

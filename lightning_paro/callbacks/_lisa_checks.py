@@ -21,9 +21,11 @@ from lightning_paro.strategies import ParoStrategy
 
 __all__ = [
     "check_asleep",
+    "check_awake",
     "check_checkpointing",
     "check_compiled",
     "check_optimizers",
+    "check_steps",
     "check_trainer",
     "check_units",
 ]
@@ -85,7 +87,8 @@ def check_optimizers(trainer: Trainer, parameters: Mapping[str, nn.Parameter]) -
     if wrong:
         count = held.get(id(parameters[wrong[0]]), 0)
         raise ValueError(
-            f"{count} param groups hold '{wrong[0]}'{f' ({len(wrong) - 1} more are wrong)' if len(wrong) > 1 else ''}, "
+            f"{count or 'no'} param groups hold '{wrong[0]}'"
+            f"{f' ({len(wrong) - 1} more are wrong)' if len(wrong) > 1 else ''}, "
             "which LISA is to train; expected one. HINT: give all parameters to one optimizer in configure_optimizers: "
             "LISA freezes them later, so none is frozen yet when optimizers are built."
         )
@@ -125,6 +128,25 @@ def check_compiled(module: LightningModule, layers: Iterable[str]) -> None:
                 "layers that LISA trains, until torch gives up. HINT: compile each layer: `for layer in layers: "
                 "layer.compile()` takes two variants."
             )
+
+
+def check_awake(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse what was frozen after LISA looked what it may train."""
+    asleep = [name for name, parameter in parameters.items() if not parameter.requires_grad]
+    if asleep:
+        raise ValueError(
+            f"'{asleep[0]}'{_more(asleep)} was frozen after LISA looked at the model, when training was set up. HINT: "
+            "freeze it in __init__, configure_model or setup; LISA leaves frozen what it finds so."
+        )
+
+
+def check_steps(made: int, seen: int) -> None:
+    """Refuse an optimizer that is stepped past Lightning: layers would never be switched."""
+    if made > seen:
+        raise RuntimeError(
+            f"the optimizer has made {made} steps, of which Lightning, and so LISA, has seen {seen}. HINT: step what "
+            "self.optimizers() returns without use_pl_optimizer=False; in optimizer_step, the optimizer as it is given."
+        )
 
 
 def check_asleep(parameters: Mapping[str, nn.Parameter], states: Collection[str]) -> None:

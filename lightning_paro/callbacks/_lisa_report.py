@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,9 @@ from lightning_paro.algorithms.lisa_memory import (
     ParameterCounts,
     adapter_parameters,
     arms,
+    binary_unit,
     bytes_per_parameter,
+    bytes_text,
     lisa_state,
 )
 from lightning_paro.planner import StateBytes
@@ -34,6 +36,7 @@ class MemoryReport:
     """Bytes of the model state, by what is trained; print it to see a table.
 
     Attributes:
+        model: Name of the model's class.
         counts: Number of parameters of the model, by place.
         num_layers: Layers that LISA trains at a time in the rows named ``...L``.
         precision: Name of the precision.
@@ -41,6 +44,7 @@ class MemoryReport:
         rows: Full fine-tuning, LISA, LoRA, and what was measured.
     """
 
+    model: str
     counts: ParameterCounts
     num_layers: tuple[int, ...]
     precision: str
@@ -50,6 +54,7 @@ class MemoryReport:
     def to_dict(self) -> dict[str, Any]:
         """The report in plain values, as for JSON; bytes."""
         return {
+            "model": self.model,
             "precision": self.precision,
             "bytes_per_parameter": {
                 "weights": self.sizes.parameters,
@@ -71,15 +76,16 @@ class MemoryReport:
         }
 
     def __rich__(self) -> Group:
-        table = Table(title=f"{self.counts.total:,} parameters in {self.precision}")
+        table = Table(title=f"{self.model}, {self.counts.total:,} parameters in {self.precision}")
+        unit, nbytes = binary_unit(max(row.total for row in self.rows))
         table.add_column("trained")
-        for name in ("weights, GB", "gradients, GB", "state, GB", "together, GB"):
-            table.add_column(name, justify="right")
+        for name in ("weights", "gradients", "state", "together"):
+            table.add_column(f"{name}, {unit}", justify="right")
         for row in self.rows:
             if not row.predicted:
                 table.add_section()
             sizes = (row.weights, row.gradients, row.state, row.total)
-            table.add_row(row.arm, *(f"{size / 1e9:#.4g}" for size in sizes))
+            table.add_row(row.arm, *(f"{size / nbytes:.2f}" for size in sizes))
         return Group(table, self._remarks())
 
     def __str__(self) -> str:
@@ -94,10 +100,10 @@ class MemoryReport:
         tied = ", which are one tensor," if counts.tied else ""
         share = always / active if active else 0.0
         return (
-            "Activations come on top, and what the framework keeps for itself. GB of 10^9 bytes. E: embeddings, H: "
-            f"head, L: layers. With {number}L LISA trains {active:,} parameters at a time; {share:.0%} of "
-            f"them are embeddings and head{tied} and what else is outside of the layers. A layer takes "
-            f"{layer / 1e9:#.4g} GB"
+            "Activations come on top, and what the framework keeps for itself. E: embeddings, H: head, L: layers. With "
+            f"{number}L LISA trains {active:,} parameters at a time; {share:.0%} of them are embeddings and head{tied} "
+            "and what else is outside of the layers. One more layer at a time takes gradients and state of "
+            f"{bytes_text(layer)}"
             + (", so their number matters less than whether embeddings and head are trained." if share > 0.5 else ".")
         )
 
@@ -136,7 +142,9 @@ def memory_report(
     rows = arms(counts, numbers, sizes, adapters={rank: adapters} if adapters and not has_adapters else None)
     if optimizer is not None:
         rows.append(_measured(model, optimizer))
-    return MemoryReport(counts, numbers, precision, sizes, tuple(rows))
+    if has_adapters:
+        rows[0] = replace(rows[0], arm="all adapters")
+    return MemoryReport(type(model).__name__, counts, numbers, precision, sizes, tuple(rows))
 
 
 @contextmanager

@@ -31,7 +31,7 @@ class Parts:
         all: Everything that the user left trainable.
 
     Raises:
-        ValueError: If head and embeddings are one, but are to be treated differently.
+        ValueError: If head and embeddings are one, but are to be treated differently, or are not there at all.
     """
 
     def __init__(self, anatomy: Anatomy, sizes: Mapping[str, int], train_embeddings: When, train_head: When) -> None:
@@ -47,6 +47,12 @@ class Parts:
             ("embeddings", anatomy.embeddings, train_embeddings),
             ("head", anatomy.head, train_head),
         ):
+            if when != "always" and not parameters and not anatomy.tied:
+                raise ValueError(
+                    f"train_{name}={when!r}, but nothing trainable was found that is {name}: expected an nn.Embedding, "
+                    "and as head a linear module that is registered behind the layers. HINT: 'always', if there is "
+                    "none; or freeze by hand what is not to be trained."
+                )
             if when == "sampled" and parameters:
                 drawn[name] = dict(parameters)
             elif when == "never":
@@ -55,6 +61,10 @@ class Parts:
         self.layers: list[Mapping[str, nn.Parameter]] = list(drawn.values())
         every = (*anatomy.layers.values(), anatomy.embeddings, anatomy.head, anatomy.rest)
         self.all: dict[str, nn.Parameter] = {name: p for parameters in every for name, p in parameters.items()}
+
+    def sizes(self) -> dict[str, int]:
+        """Number of elements of everything that may be trained, by name."""
+        return {name: self._sizes[name] for name in self.all}
 
     def of(self, indices: Iterable[int]) -> dict[str, nn.Parameter]:
         """The parameters of some layers."""

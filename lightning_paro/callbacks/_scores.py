@@ -58,7 +58,8 @@ class GradientNorms:
         for index, norm in zip(active, norms, strict=True):  # one by one: a list of indices would be copied there
             old = self._norms[index]
             new = torch.where(old.isnan(), norm, DECAY * old + (1 - DECAY) * norm)
-            self._norms[index] = torch.where(norm.isfinite(), new, old)
+            # a layer without a gradient, as of a batch that was skipped, was not observed
+            self._norms[index] = torch.where(norm.isfinite() & (norm > 0), new, old)
 
     def scores(self) -> list[float]:
         """By layer; one that was never trained counts as the mean of the others."""

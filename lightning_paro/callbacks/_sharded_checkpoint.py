@@ -18,7 +18,7 @@ _WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_mod
 
 
 def expect_state_of_some(strategy: Strategy, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Freeze, just before a sharded checkpoint is loaded, parameters that it has no optimizer state of.
+    """Freeze, while a sharded checkpoint is loaded, parameters that it has no optimizer state of.
 
     torch loads into state that it makes first for all parameters that require a gradient, and fails where the
     checkpoint has none.
@@ -33,7 +33,11 @@ def expect_state_of_some(strategy: Strategy, parameters: Mapping[str, nn.Paramet
             held = {match["name"] for match in map(_STATE.fullmatch, keys) if match}
             for name, parameter in parameters.items():
                 parameter.requires_grad_(_WRAPPERS.sub("", name) in held)
-        return load(path, *args, **kwargs)
+        try:
+            return load(path, *args, **kwargs)
+        finally:
+            for parameter in parameters.values():
+                parameter.requires_grad_(True)
 
     strategy.load_checkpoint = prepared  # type: ignore[assignment, method-assign]
 

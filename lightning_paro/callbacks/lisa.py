@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,8 +16,9 @@ from typing_extensions import override
 from lightning_paro.algorithms.anatomy import Anatomy, dissect
 from lightning_paro.algorithms.sampling import Draw, Sampler, draw
 from lightning_paro.callbacks import _lisa_checks as checks
+from lightning_paro.callbacks._accord import in_accord
 from lightning_paro.callbacks._budget import Budget
-from lightning_paro.callbacks._heatmap import Period, write_heatmap
+from lightning_paro.callbacks._heatmap import Period, write_heatmap, write_table
 from lightning_paro.callbacks._lisa_arguments import check_arguments
 from lightning_paro.callbacks._lisa_report import memory_report
 from lightning_paro.callbacks._moments import Offloaded
@@ -26,6 +26,7 @@ from lightning_paro.callbacks._parts import Parts, When
 from lightning_paro.callbacks._progress_text import ProgressText, short
 from lightning_paro.callbacks._scores import GradientNorms, weight_norms
 from lightning_paro.callbacks._sharded_checkpoint import expect_state_of_all, expect_state_of_some
+from lightning_paro.callbacks._stepped import Stepped
 from lightning_paro.callbacks._warmup import Warmup
 from lightning_paro.state_access import StateAccess, no_longer_postponed, postpone_ddp, state_access
 
@@ -116,6 +117,8 @@ class LISA(Callback):
         self._cleared = 0  # steps whose gradients are gone
         self._resumed: Mapping[str, Any] | None = None
         self._counted = 0  # number of the optimizer whose steps count
+        self._folder: str | None = None  # the logger's
+        self._stepped, self._begun = Stepped(), 0  # and the steps before this run
         self._offloaded = Offloaded()
         self._ramp = Warmup(warmup)
         self._text = ProgressText("lisa", self._line)
@@ -141,19 +144,31 @@ class LISA(Callback):
         if stage != "fit":
             return
         self._resumed = None  # by a run that only evaluated
+        if not trainer.global_step:  # a new run: what a tuner saves of it is not that of an earlier one
+            self.names, self._period = [], -1
         warmup = f"warmup={self.warmup}" if self.warmup else None
         checks.check_trainer(trainer, 'sampler="grad_norm"' if self.sampler == "grad_norm" else warmup)
         if isinstance(trainer.strategy, DDPStrategy):
-            with contextlib.suppress(ValueError):  # layers may not be there before configure_model
-                layers = dissect(pl_module, self.layers).layers.values()
-                postpone_ddp(pl_module, [p for layer in layers for p in layer.values()])
+            layers: dict[str, nn.Parameter] = {}
+            with contextlib.suppress(ValueError):  # they may not be there before configure_model
+                for layer in dissect(pl_module, self.layers).layers.values():
+                    layers |= layer
+            with in_accord("LISA", lambda: {"model": {name: p.numel() for name, p in layers.items()}}):
+                pass  # DDP would wait for ever for what a rank does not have
+            postpone_ddp(pl_module, layers.values())
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        with in_accord("LISA", self._described):
+            self._prepare(trainer, pl_module)
+        self.seed = trainer.strategy.broadcast(self.seed)  # ranks may have drawn it themselves
+        expect_state_of_some(trainer.strategy, self._parts.all)
+
+    def _prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What a rank can do alone."""
         anatomy = dissect(pl_module, self.layers)
         self._offloaded = Offloaded()
         self._parts = parts = Parts(anatomy, state_access(trainer).sizes(), self.train_embeddings, self.train_head)
-        self._is_on = True
         names = parts.names
         if names != self.names or not trainer.global_step:  # not one that goes on
             self.names, self.periods, self.active = names, [], ()
@@ -172,29 +187,41 @@ class LISA(Callback):
         checks.check_checkpointing(pl_module, self.train_embeddings == "always" and bool(anatomy.embeddings))
         checks.check_compiled(pl_module, anatomy.layers)
         checks.check_units(trainer, anatomy)
-        checks.check_optimizers(trainer, self._parts.all)
+        checks.check_optimizers(trainer, parts.all)
         layers = {id(p) for p in parts.of(range(len(names))).values()}
         held = [{id(p) for group in o.param_groups for p in group["params"]} for o in trainer.optimizers]
         self._counted = next((number for number, ids in enumerate(held) if not ids.isdisjoint(layers)), 0)
-        self.seed = trainer.strategy.broadcast(self.seed)  # ranks may have drawn it themselves
-        expect_state_of_some(trainer.strategy, self._parts.all)
+
+    def _described(self) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        same = ("num_layers", "interval", "state_policy", "train_embeddings", "train_head", "warmup", "keep_master")
+        asked = {name: getattr(self, name) for name in same}
+        sampler = self.sampler if isinstance(self.sampler, str) else "own"
+        return {"model": self._parts.sizes(), "sampler": sampler, "layers": self.names, **asked}
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         expect_state_of_all(trainer.strategy)
         self._resume()
-        for parameter in self._parts.all.values():
-            parameter.requires_grad_(True)
+        checks.check_awake(self._parts.all)
+        self._is_on = True
         if self._period < 0:
             period = self._steps // self.interval
             self._note(period, self._draw(trainer, pl_module, period))
         self._freeze(state_access(trainer), {**self._parts.others(self.active), **self._parts.never})
         self._ramp.attach(trainer.optimizers)
+        self._stepped.attach(trainer.optimizers[self._counted])
+        self._begun = self._steps
         self._text.show(trainer)
         self._measured, self._cleared = -1, self._steps
+        self._folder = trainer.log_dir if trainer.loggers else None
+        on_gpu = trainer.strategy.root_device.type == "cuda"
+        fits = "" if self._budget is None or self._budget.is_open else f", which fit into {self.memory_budget}"
         rank_zero_info(
             f"LISA trains {self.trainable:,} of {self._parts.trainable(range(len(self.names))):,} parameters at a "
-            f"time, {self.num_layers} of {len(self.names)} layers for {self.interval} steps each."
+            f"time, {self.num_layers} of {len(self.names)} layers{fits}, for {self.interval} steps each."
+            + " Activations, which come on top, are counted on a GPU only."
+            * (bool(fits) and not on_gpu)
         )
 
     # ---- training -------------------------------------------------------------------------------------------
@@ -204,12 +231,6 @@ class LISA(Callback):
         period = self._steps // self.interval
         if period != self._period:  # only after a step: never in the middle of an accumulation
             self._switch(trainer, pl_module, period)
-        seen = {f"lisa/layer_{place}": index for place, index in enumerate(self.active)}
-        seen |= {"lisa/trainable": self.trainable, "lisa/state_bytes": self._state_bytes}
-        if not trainer.barebones:
-            # on the host: a number would be copied to the device, for which the host would wait
-            values = {name: torch.tensor(value, dtype=torch.float64) for name, value in seen.items()}
-            pl_module.log_dict(values, batch_size=1)  # of no use for one step's values, but Lightning may ask for it
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
@@ -224,29 +245,35 @@ class LISA(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        checks.check_steps(self._stepped.count, self._steps - self._begun)
         if pl_module.automatic_optimization and self._steps != self._cleared:
             self._cleared = self._steps
             for optimizer in trainer.optimizers:  # Lightning does it after the next forward, whose peak they add to
-                optimizer.zero_grad()
+                pl_module.optimizer_zero_grad(trainer.current_epoch, batch_idx, optimizer)
         if self._measured != self._period and self._steps > self._period * self.interval:
             self._measured = self._period
             self._measure(state_access(trainer))
+        seen = {f"lisa/active_{place}": index for place, index in enumerate(self.active)}
+        seen |= {"lisa/trainable": self.trainable, "lisa/state_bytes": self._state_bytes}
+        if not trainer.barebones:
+            # on the host: a number would be copied to the device, for which the host would wait
+            values = {name: torch.tensor(value, dtype=torch.float64) for name, value in seen.items()}
+            pl_module.log_dict(values, batch_size=1)  # of no use for one step's values, but Lightning may ask for it
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._wake()
-        folder = trainer.log_dir
-        if folder is not None and trainer.loggers and trainer.is_global_zero and self.periods:
-            write_heatmap(Path(folder), trainer.loggers, self.names, self.periods)
+        if self._folder is not None and trainer.is_global_zero and self.periods:
+            write_heatmap(self._folder, trainer.loggers, self.names, self.periods)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._wake()
         self.teardown(trainer, pl_module, "fit")
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """For a run that was set up and did not begin, as a tuner's."""
+        self._wake()
         expect_state_of_all(trainer.strategy)
         no_longer_postponed(pl_module)
 
@@ -256,6 +283,7 @@ class LISA(Callback):
             parameter.requires_grad_(True)
         self._is_on = False
         self._ramp.detach()
+        self._stepped.detach()
         self._text.hide()
 
     # ---- switching ------------------------------------------------------------------------------------------
@@ -277,6 +305,8 @@ class LISA(Callback):
         if self.state_policy == "offload":
             self._offloaded.fetch(access.optimizer_state(coming.values()), pl_module.device)  # until the first update
         self._note(period, chosen)
+        if self._folder is not None and trainer.is_global_zero:
+            write_table(self._folder, self.names, self.periods)
 
     @property
     def _keeps(self) -> bool:
@@ -298,8 +328,8 @@ class LISA(Callback):
         """The layers of a period, the same on all ranks."""
         scores: Sequence[float] = ()
         if self.sampler == "weight_norm":
-            modules = dict(pl_module.named_modules())
-            parts = [modules.get(name) if name not in ("embeddings", "head") else None for name in self.names]
+            modules = dict(pl_module.named_modules(remove_duplicate=False))  # one may have another name before
+            parts = [modules[name] if name not in ("embeddings", "head") else None for name in self.names]
             scores = weight_norms(state_access(trainer), parts, self._parts.layers)
         elif self.sampler == "grad_norm":
             scores = self._norms.scores()
@@ -321,7 +351,7 @@ class LISA(Callback):
 
     def _line(self) -> str:
         layers = ",".join(str(index) for index in self.active) or "none"
-        return f"layers {layers}, {short(self.trainable)} trained, {short(self._state_bytes, 'B')} of state"
+        return f"{layers} ({short(self.trainable)}, {short(self._state_bytes, 'B')})"
 
     # ---- checkpoints ----------------------------------------------------------------------------------------
 
@@ -366,7 +396,9 @@ class LISA(Callback):
             self.num_layers, self._budget.is_open = saved["num_layers"], saved["is_budget_open"]
         self.periods = [(number, step, tuple(active)) for number, step, active in saved["periods"]]
         if saved["drawn_by"] != self._drawn_by():
-            rank_zero_info(f"LISA goes on with seed, interval, num_layers, sampler = {self._drawn_by()}: drawn anew.")
+            kinds = zip(("seed", "interval", "num_layers", "sampler"), saved["drawn_by"], self._drawn_by(), strict=True)
+            told = ", ".join(f"{kind} was {then!r} and is {now!r}" for kind, then, now in kinds if then != now)
+            rank_zero_info(f"LISA draws layers anew after the checkpoint: {told}.")
             self._period = -1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def model_of_config(name: str, option: str, hint: str) -> nn.Module:
 
 
 def _described(config: Any) -> nn.Module:
-    """The model of a config, of the class that it names; if it names none, a causal language model."""
+    """The model of a config, of the class that it names; if it names none, a language model, if there is one."""
     import transformers
 
     module: nn.Module
@@ -53,8 +54,9 @@ def _described(config: Any) -> nn.Module:
         if is_model and kind.config_class is type(config):
             module = kind(config)
             return module
-    try:
-        module = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    except ValueError:  # there is none of this family
-        module = transformers.AutoModel.from_config(config)  # type: ignore[no-untyped-call]
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM):
+        with suppress(ValueError):  # there is none of this family
+            module = auto.from_config(config)  # type: ignore[no-untyped-call]
+            return module
+    module = transformers.AutoModel.from_config(config)  # type: ignore[no-untyped-call]
     return module

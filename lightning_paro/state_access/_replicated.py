@@ -122,12 +122,12 @@ def rebuild_ddp(strategy: DDPStrategy) -> None:
     old = strategy.model
     module = old.module if isinstance(old, DistributedDataParallel) else strategy.lightning_module
     assert module is not None
+    strategy.model = module  # should anything fail from here on
     if isinstance(old, DistributedDataParallel):
         vars(old).pop("reducer", None)  # it takes its hooks off the parameters when it goes
         vars(old).pop("logger", None)
     for name in no_longer_postponed(module):
         torch.distributed.broadcast(module.get_parameter(name).data, src=0)
-    strategy.model = module
     if any(parameter.requires_grad for parameter in module.parameters()):
         options = {**strategy._ddp_kwargs, "init_sync": False}
         device_ids = strategy.determine_ddp_device_ids()

@@ -49,7 +49,7 @@ def test_on_a_cpu_the_formula_chooses(layers: int, precision: str, per: tuple[in
 
 
 def test_too_little_is_refused_with_the_numbers() -> None:
-    with pytest.raises(ValueError, match="a memory of 0.00 GiB is not enough: one layer at a time takes .*HINT"):
+    with pytest.raises(ValueError, match="a memory of 5.26 KiB is not enough: one layer at a time takes .*HINT"):
         _chosen(needed(1) - 1)
 
 
@@ -166,7 +166,9 @@ def test_a_byte_less_and_it_is_a_layer_less(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_activations_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(monkeypatch, 10**9, 0)
-    with pytest.raises(ValueError, match=r"not enough: one layer at a time takes .*, of which 0.93 GiB are not model"):
+    with pytest.raises(
+        ValueError, match=r"not enough: one layer at a time takes .*, of which 953.67 MiB are not model"
+    ):
         _fit_on_gpu(monkeypatch, LISA(interval=2, memory_budget=needed(3)), gpu)
 
 

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_paro.algorithms.sampling import Draw, scored
 from lightning_paro.callbacks import LISA
-from tests.conformance.lisa_runs import fit
+from tests.conformance.lisa_runs import Silent, fit
 from tests.conformance.support import by_default
-from tests.distributed.lisa import Net, rank, train
+from tests.distributed.lisa import Net, batches, rank, train
 from tests.distributed.pool import Pool
 from tests.distributed.test_lisa import _strategy
 
@@ -209,3 +210,55 @@ def test_a_draw_by_weights_is_that_of_the_formula() -> None:
     lisa = LISA(num_layers=2, interval=9, sampler="weight_norm", seed=5)
     fit(lisa)
     assert lisa.periods[0][2] == tuple(sorted(scored(Draw(0, 5, 2, 5), norms)))
+
+
+def test_a_layer_with_another_name_before_is_weighed() -> None:
+    class Aliased(Biased):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = self.layers
+            del self.layers
+            self.first = layers[4]
+            self.layers = layers
+
+    lisa = LISA(num_layers=1, interval=1, sampler="weight_norm")
+    fit(lisa, build=Aliased, count=40)
+    assert Counter(active[0] for _, _, active in lisa.periods)[lisa.names.index("layers.4")] > 30
+
+
+def test_steps_without_a_gradient_say_nothing_of_norms() -> None:
+    class Skips(Silent):
+        def training_step(self, batch: Any, index: int) -> Any:
+            return None if index == 0 else super().training_step(batch, index)
+
+    norms = []
+    for build, count in ((Skips, 2), (Silent, 1)):
+        lisa = LISA(num_layers=5, interval=50, sampler="grad_norm")
+        fit(lisa, build=build, data=DataLoader(batches(1) * count, batch_size=None))
+        norms.append(lisa._norms.scores())
+    assert norms[0] == pytest.approx(norms[1])
+
+
+@pytest.mark.parametrize("argument", ["train_head", "train_embeddings"])
+@pytest.mark.parametrize("when", ["never", "sampled"])
+def test_what_is_not_found_cannot_be_left_out(argument: str, when: str) -> None:
+    class Headless(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            head, layers = self.head, self.layers
+            del self.head, self.layers, self.embedding
+            self.embedding = Looked()
+            self.head, self.layers = head, layers
+
+    what = argument.removeprefix("train_")
+    with pytest.raises(ValueError, match=f"{argument}='{when}', but nothing trainable was found that is {what}.* HINT"):
+        fit(LISA(**{argument: when}), build=Headless)  # type: ignore[arg-type]
+
+
+class Looked(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(11, 6))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.weight[tokens]

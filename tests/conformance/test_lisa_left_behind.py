@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor
 
+from lightning_paro.algorithms.sampling import Draw
 from lightning_paro.callbacks import LISA
-from tests.conformance.lisa_runs import ALL, Watch, fit, loader, quiet, trained, values
+from tests.conformance.lisa_runs import ALL, Silent, Watch, fit, loader, quiet, trained, values
 from tests.conformance.test_lisa_loops import Evaluated
 from tests.distributed.lisa import Net, table
 
@@ -142,3 +145,97 @@ def test_a_learning_rate_may_be_found_in_the_same_run(tmp_path: Path, first: boo
     assert watch.states == watch.trained
     assert len(watch.states) == 8
     assert not os.listdir(tmp_path)
+
+
+# ---- one after another ----------------------------------------------------------------------------------------------
+
+
+def test_a_tuner_does_not_bring_an_earlier_run_back() -> None:
+    """A tuner saves and loads a checkpoint before LISA looks at the model."""
+
+    class Tuned(Silent):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lr = 0.1
+
+    used, fresh = LISA(interval=2, sampler=table), LISA(interval=2, sampler=table)
+    fit(used, count=7)
+    results = []
+    for lisa in (used, fresh):
+        finder = LearningRateFinder(num_training_steps=4, update_attr=False)
+        results.append(values(fit(lisa, build=Tuned, callbacks=[finder])[1]))
+    assert used.periods == fresh.periods == [(number, 2 * number, table_of(number)) for number in range(4)]
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
+def table_of(number: int) -> tuple[int, ...]:
+    return tuple(sorted(table(Draw(number, 5, 2, 0))))
+
+
+def test_what_is_frozen_after_a_run_that_did_not_begin_stays_frozen() -> None:
+    lisa, module = LISA(interval=2, sampler=table), Evaluated()
+    trainer, _ = fit(lisa, module, max_steps=0)
+    module.embedding.requires_grad_(False)
+
+    class Fails(Callback):
+        def on_validation_start(self, *_: Any) -> None:
+            raise ValueError("no")
+
+    trainer.callbacks.append(Fails())  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="no"):
+        trainer.validate(module, loader(1))
+    assert not module.embedding.weight.requires_grad
+
+
+class FrozenLate(Silent):
+    def on_fit_start(self) -> None:
+        self.layers[1].requires_grad_(False)
+
+
+def test_what_is_frozen_too_late_is_not_trained_in_silence() -> None:
+    with pytest.raises(
+        ValueError, match="'layers.1.inner.weight' and 2 more was frozen after LISA .* HINT: freeze it in"
+    ):
+        fit(LISA(interval=2, sampler=table), FrozenLate())
+
+
+def test_a_table_that_cannot_be_written_costs_no_checkpoint(tmp_path: Path) -> None:
+    class Blocks(Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            path = Path(trainer.log_dir) / "lisa.csv"
+            path.unlink()
+            path.mkdir()
+
+    last = ModelCheckpoint(tmp_path / "kept", save_last=True, save_on_train_epoch_end=False)
+    with pytest.warns(UserWarning, match=r"LISA could not write .*lisa.csv: IsADirectoryError.* Training goes on"):
+        fit(
+            LISA(interval=2, sampler=table), logger=CSVLogger(tmp_path), enable_checkpointing=True,
+            callbacks=[Blocks(), last],
+        )  # fmt: skip
+    assert (tmp_path / "kept" / "last.ckpt").is_file()
+
+
+def test_a_remote_folder() -> None:
+    trainer, _ = fit(LISA(interval=2, sampler=table), logger=CSVLogger("memory://logs"))
+    assert get_filesystem("memory://logs").isfile(f"{trainer.log_dir}/lisa.csv")
+    assert not Path("memory:").exists()
+
+
+class PastLightning(Silent):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        closure()
+        optimizer.optimizer.step()
+
+
+def test_steps_that_lightning_does_not_see_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="has made 1 steps, of which Lightning, and so LISA, has seen 0. HINT: "):
+        fit(LISA(interval=2, sampler=table), PastLightning())
+
+
+def test_a_way_of_ones_own_to_clear_gradients_is_used() -> None:
+    class Keeps(Silent):
+        def optimizer_zero_grad(self, *_: Any) -> None:
+            pass
+
+    with_lisa, without = (values(fit(lisa, build=Keeps)[1]) for lisa in (LISA(num_layers=5, interval=2), None))
+    assert all(torch.equal(value, without[name]) for name, value in with_lisa.items())

@@ -92,9 +92,12 @@ class NoOptimizer(Net):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (Chosen, r"0 param groups hold 'layers.1.inner.weight' \(2 more are wrong\), .*; expected one. HINT: give all"),
+        (
+            Chosen,
+            r"no param groups hold 'layers.1.inner.weight' \(2 more are wrong\), .*; expected one. HINT: give all",
+        ),
         (Twice, r"2 param groups hold 'head.weight' \(1 more are wrong\)"),
-        (NoOptimizer, r"0 param groups hold 'layers.0.inner.weight' \(19 more are wrong\)"),
+        (NoOptimizer, r"no param groups hold 'layers.0.inner.weight' \(19 more are wrong\)"),
     ],
 )
 def test_a_parameter_in_no_or_two_param_groups(build: Any, message: str) -> None:

@@ -48,13 +48,13 @@ def test_the_progress_bar_says_what_is_trained(kind: Any, copied: bool, capsys: 
     settings: dict[str, Any] = {"enable_progress_bar": True, "callbacks": [bar, reads]}
     trainer, module = fit(lisa, count=4, **settings)
     assert reads.texts == [
-        f"layers {first},{second}, {TRAINED} trained, {STATE / 1000:.3g} kB of state"
+        f"{first},{second} ({TRAINED}, {STATE / 1000:.3g} kB)"
         for first, second in (TABLE[0], TABLE[0], TABLE[1], TABLE[1])
     ]
     assert "get_metrics" not in vars(bar)
     assert "lisa" not in bar.get_metrics(trainer, module)
     if kind is TQDMProgressBar:
-        assert "lisa=layers 3,4, 337 trained" in capsys.readouterr().out.replace("\r", "\n")
+        assert "lisa=3,4 (337, " in capsys.readouterr().out.replace("\r", "\n")
 
 
 def test_a_bar_of_ones_own_keeps_its_metrics() -> None:
@@ -92,9 +92,9 @@ def test_loggers_have_columns(tmp_path: Path) -> None:
     rows = _rows(Path(trainer.log_dir or "") / "metrics.csv")
     assert [int(row["step"]) for row in rows] == list(range(8))
     for step, row in enumerate(rows):
-        assert [float(row["lisa/layer_0"]), float(row["lisa/layer_1"])] == list(TABLE[step // 2])
+        assert [float(row["lisa/active_0"]), float(row["lisa/active_1"])] == list(TABLE[step // 2])
         assert float(row["lisa/trainable"]) == TRAINED
-    assert [float(row["lisa/state_bytes"]) for row in rows] == [0] + [STATE] * 7  # looked at after the first step
+    assert [float(row["lisa/state_bytes"]) for row in rows] == [STATE] * 8
 
 
 def test_large_numbers_are_logged_exactly(tmp_path: Path) -> None:
@@ -118,6 +118,19 @@ def test_the_table_and_the_picture(tmp_path: Path) -> None:
     assert (folder / "lisa.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_that_ends_early_leaves_the_table(tmp_path: Path) -> None:
+    class Fails(Net):
+        def training_step(self, batch: Any, index: int) -> Any:
+            if index == 5:
+                raise RuntimeError("enough")
+            return super().training_step(batch, index)
+
+    logger = CSVLogger(tmp_path)
+    with pytest.raises(RuntimeError, match="enough"):
+        fit(LISA(interval=2, sampler=table), logger=logger, build=Fails)
+    assert [int(row["step"]) for row in _rows(Path(logger.log_dir) / "lisa.csv")] == [0, 2, 4]
+
+
 def test_tensorboard_has_the_picture(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -128,7 +141,7 @@ def test_tensorboard_has_the_picture(tmp_path: Path) -> None:
     (picture,) = events.Images("lisa")
     assert picture.step == 6  # where the last period began
     assert picture.width > picture.height > 100
-    assert [event.value for event in events.Scalars("lisa/layer_1")] == [TABLE[step // 2][1] for step in range(8)]
+    assert [event.value for event in events.Scalars("lisa/active_1")] == [TABLE[step // 2][1] for step in range(8)]
     assert (Path(trainer.log_dir or "") / "lisa.csv").is_file()
 
 

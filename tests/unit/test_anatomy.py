@@ -112,7 +112,7 @@ def test_pairs_of_a_layer_and_an_activation_must_be_named() -> None:
         dissect(Lit(net=mlp))
     assert list(anatomy_of(mlp, "").layers) == ["0", "2", "4"]
     assert list(anatomy_of(Lit(net=mlp), "net").layers) == ["net.0", "net.2", "net.4"]
-    with pytest.raises(ValueError, match="HINT: name it, once there is one"):
+    with pytest.raises(ValueError, match="HINT: put the repeated layers into one"):
         dissect(nn.Linear(4, 4))
 
 

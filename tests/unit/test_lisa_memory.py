@@ -114,7 +114,7 @@ def test_adapters_are_those_that_peft_puts_on_all_linear_modules() -> None:
     assert predicted == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
 
     report = memory_report(adapted, 1)  # LISA over adapters: everything has weights, adapters have the rest
-    assert [row.arm for row in report.rows] == ["full", "LISA rest", "LISA 1L"]
+    assert [row.arm for row in report.rows] == ["all adapters", "LISA 0L", "LISA 1L"]
     (lora,) = (row for row in before.rows if row.arm == "LoRA r5")
     assert (report.rows[0].weights, report.rows[0].total) == (lora.weights, lora.total)
     assert report.rows[2].total == lora.weights + 6 * predicted // 3
@@ -277,7 +277,9 @@ def test_a_report_is_read_as_text_and_as_values() -> None:
         assert row["total_bytes"] == row["weights_bytes"] + row["gradients_bytes"] + row["state_bytes"]
     assert rows[0]["total_bytes"] == 8 * sum(parameter.numel() for parameter in model.parameters())
     text = " ".join(str(report).split())
-    assert f"│ full │ {rows[0]['weights_bytes'] / 1e9:#.4g} │" in text
+    assert f"│ full │ {rows[0]['weights_bytes'] / 2**10:.2f} │" in text
+    assert "weights, KiB" in text
+    assert "LlamaForCausalLM, " in text
     always, layer = 2 * 32000 + 32, 2 * 1024 + 2 * 512 + 3 * 32 * 48 + 64
     assert f"{always / (always + 2 * layer):.0%} of them are embeddings and head and what else is outside" in text
     assert "Activations come on top" in text

@@ -8,6 +8,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -255,13 +256,29 @@ def test_whatever_holds_whole_numbers_will_do(own: Sampler) -> None:
 
 @pytest.mark.parametrize(
     "returned",
-    [[], [1], [1, 1], [0, 1, 2], [0, 5], [-1, 0], [0.0, 1.0], [0.5, 1], ["0", "1"], "01", None, 2, torch.tensor(1)],
+    [[], [1], [1, 1], [0, 1, 2], [0, 5], [-1, 0], [0.0, 1.0], [0.5, 1], ["0", "1"], "01", None, 2, [True, False]],
     ids=repr,
 )
 def test_what_a_sampler_returns_is_checked(returned: object) -> None:
     with pytest.raises(ValueError, match="in period 7; expected 2 different numbers from 0 to 4. HINT: ") as error:
         draw(lambda ask: returned, Draw(7, 5, 2, 0))
     assert f"the sampler returned {returned!r} in" in str(error.value)
+
+
+def test_what_does_not_end_is_checked_too() -> None:
+    with pytest.raises(ValueError, match=r"returned \[0, 1, 0\] in period 0; expected 2 different"):
+        draw(lambda ask: itertools.cycle([0, 1]), Draw(0, 5, 2, 0))
+    with pytest.raises(ValueError, match="returned 1 in period 0; expected 1 different"):
+        draw(lambda ask: torch.tensor(1), Draw(0, 5, 1, 0))  # type: ignore[arg-type, return-value]
+
+
+def test_a_samplers_own_error_is_not_lost() -> None:
+    def failing(ask: Draw) -> Any:
+        yield 0
+        raise TypeError("my own")
+
+    with pytest.raises(TypeError, match="my own"):
+        draw(failing, Draw(0, 5, 2, 0))
 
 
 def test_nothing_is_a_list_as_well() -> None:
