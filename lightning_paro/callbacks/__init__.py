@@ -1,5 +1,7 @@
 """Callbacks for a Trainer: thin shells around the pure functions in ``algorithms``."""
 
 from lightning_paro.callbacks.lisa import LISA
+from lightning_paro.callbacks.param_group_guard import ParamGroupGuard
+from lightning_paro.callbacks.sparse_mask import SparseMask
 
-__all__ = ["LISA"]
+__all__ = ["LISA", "ParamGroupGuard", "SparseMask"]

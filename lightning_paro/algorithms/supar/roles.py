@@ -1,0 +1,175 @@
+"""What every tensor of a model is: an embedding, a hidden matrix, an output, or a vector; and which may be sparse."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from lightning_paro.algorithms.supar.rules import Role
+from lightning_paro.sharding import embeddings_of, repeated_blocks
+
+__all__ = ["TensorRole", "Tensors", "find_roles", "matches", "width_of"]
+
+
+@dataclass(frozen=True)
+class TensorRole:
+    """A tensor's place in a model.
+
+    Attributes:
+        role: What it is.
+        shape: Its shape.
+        axis: The dimension that is summed over: 1 of nn.Linear, 0 of transformers' Conv1D and of a table.
+        is_sparse: Whether it is a projection inside a block, which may be made sparse.
+        why: How it was recognised.
+    """
+
+    role: Role
+    shape: tuple[int, ...]
+    axis: int
+    is_sparse: bool
+    why: str
+
+    @property
+    def fan_in(self) -> int:
+        """Numbers that an output is the sum of."""
+        if len(self.shape) < 2:
+            return 1
+        return self.shape[0] if self.axis == 0 else math.prod(self.shape[1:])
+
+    @property
+    def fan_out(self) -> int:
+        """Numbers that come out."""
+        return math.prod(self.shape) // self.fan_in
+
+
+Tensors = Mapping[str, TensorRole]
+"""By parameter name; what is tied stands there once."""
+
+
+def find_roles(model: nn.Module, told: Mapping[str, Role]) -> dict[str, TensorRole]:
+    """Tell the role of every parameter, in the order of the model.
+
+    Embeddings and output are those that a transformers model names. Else every nn.Embedding is an embedding, a
+    projection before the first repeated block reads the input, and the last one after makes the output. A model without
+    blocks is taken for a perceptron: its first projection reads the input, its last one makes the output.
+
+    Args:
+        model: May be on the meta device.
+        told: Roles by pattern, as of :func:`matches`; they win.
+
+    Raises:
+        ValueError: If there is no role for a tensor of two or more dimensions.
+    """
+    places = _places(model)
+    found: dict[str, TensorRole] = {}
+    lost: list[str] = []
+    seen: set[int] = set()  # what is tied stands under its first name
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(prefix, recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            given = next((role for pattern, role in told.items() if matches(name, pattern)), None)
+            role, is_sparse, why = places.get(id(parameter), ("vector", False, ""))
+            if given is not None:
+                role, is_sparse, why = given, is_sparse and given == "hidden", "as told"
+            elif id(parameter) not in places and not _is_vector(module, name, parameter):
+                lost.append(f"'{name}' {tuple(parameter.shape)} of {type(module).__name__}")
+            found[name] = TensorRole(role, tuple(parameter.shape), _axis(module), is_sparse, why)
+    if lost:
+        more = f" and {len(lost) - 2} more" if len(lost) > 2 else ""
+        name = lost[0].split("'")[1]
+        raise ValueError(
+            f"no role is known of {', '.join(lost[:2])}{more}. HINT: overrides={{'{name}': {{'role': 'hidden'}}}}, or "
+            "'embedding', 'output' or 'vector'; a pattern such as '*experts*' says it of several."
+        )
+    return found
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern, with ``*`` and ``?`` for what is left open, says a name or a part of it."""
+    return fnmatchcase(name, f"*{pattern}*")
+
+
+def width_of(model: nn.Module, tensors: Tensors) -> int:
+    """The width of a model: what its config says, what its output is the sum of, or the most common hidden fan-in.
+
+    Raises:
+        ValueError: If it has none of these.
+    """
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        for name in ("hidden_size", "n_embd", "d_model"):
+            if isinstance(width := getattr(config, name, None), int):
+                return width
+    fans = [tensor.fan_in for tensor in tensors.values() if tensor.role == "output"]
+    fans = fans or [tensor.fan_in for tensor in tensors.values() if tensor.role == "hidden"]
+    fans = fans or [tensor.fan_out for tensor in tensors.values() if tensor.role == "embedding"]
+    if not fans:
+        raise ValueError("the model has no projection, so it has no width. HINT: give base_config instead.")
+    return Counter(fans).most_common(1)[0][0]
+
+
+Place = tuple[Role, bool, str]
+
+
+def _places(model: nn.Module) -> dict[int, Place]:
+    """By id of every matrix whose role is known: role, whether it may be sparse, and why."""
+    order = list(model.modules())
+    blocks = [block for block in repeated_blocks(model).values() if not _is_projection(block)]
+    inside = {module for block in blocks for module in block.modules()}
+    tables = [*embeddings_of(model, "input"), *(module for module in order if isinstance(module, nn.Embedding))]
+    heads = embeddings_of(model, "output")
+    projections = [module for module in order if _is_projection(module) and module not in (*tables, *heads)]
+    outside = [module for module in projections if module not in inside]
+    first = next((place for place, module in enumerate(order) if module in inside), None)
+    before = [] if first is None else [module for module in outside if order.index(module) < first]
+    if not heads and (after := [module for module in outside if module not in before]):
+        heads = [after[-1]]
+    if not blocks and not tables and len(outside) > 1:
+        before = outside[:1]
+
+    places: dict[int, Place] = {}
+    for module in projections:
+        within = "of a block" if module in inside else "between first and last" if not blocks else "outside of blocks"
+        for matrix in _matrices(module):
+            places[id(matrix)] = ("hidden", module in inside or not blocks, f"a projection {within}")
+    for module in before:
+        places |= {id(matrix): ("embedding", False, "reads the input") for matrix in _matrices(module)}
+    for module in heads:
+        places |= {id(matrix): ("output", False, "makes the output") for matrix in _matrices(module)}
+    for module in tables:
+        for matrix in _matrices(module):
+            why = "embedding, tied to the output" if places.get(id(matrix), ("",))[0] == "output" else "embedding"
+            places[id(matrix)] = ("embedding", False, why)
+    return places
+
+
+def _matrices(module: nn.Module) -> list[nn.Parameter]:
+    """What a module multiplies with."""
+    return [p for name, p in module.named_parameters(recurse=False) if p.ndim > 1 and not name.startswith("bias")]
+
+
+def _is_projection(module: nn.Module) -> bool:
+    is_conv = isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+    return isinstance(module, (nn.Linear, nn.MultiheadAttention)) or is_conv or _is_transposed(module)
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D, whose weight is that of a linear module transposed."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _axis(module: nn.Module) -> int:
+    return 0 if _is_transposed(module) or isinstance(module, nn.Embedding) else 1
+
+
+def _is_vector(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """One dimension, or as good as one: the biases that nn.MultiheadAttention appends to keys and values."""
+    is_appended = isinstance(module, nn.MultiheadAttention) and name.rpartition(".")[2] in ("bias_k", "bias_v")
+    return parameter.ndim < 2 or is_appended

@@ -1,0 +1,165 @@
+"""SμPar for a LightningModule: initial values, masks, forward factors, and param groups by a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch import nn
+
+from lightning_paro.algorithms.supar import MaskState, SuParPlan, initialize, prefix_of, scale_forward
+from lightning_paro.callbacks import ParamGroupGuard, SparseMask
+
+__all__ = ["SuParMixin"]
+
+HPARAM = "supar_plan"
+"""Where the plan is in hparams, and so in checkpoints."""
+
+
+class SuParMixin:
+    """Trains a wide or sparse model with hyperparameters that were tuned on a narrow and dense one.
+
+    Stands before LightningModule: ``class Writer(SuParMixin, LightningModule)``.
+
+    Reference: Dey et al., "Sparse maximal update parameterization: A holistic approach to sparse training dynamics",
+    NeurIPS 2024, table 1.
+
+    Example::
+
+        class Writer(SuParMixin, LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.model = GPT2LMHeadModel(config)
+                self.supar_setup(SuParPlan.from_model(self, base_width=256, density=1 / 8))
+
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.supar_param_groups(lr=1e-2, weight_decay=0.1))
+    """
+
+    supar_plan: SuParPlan | None = None
+    """The plan of :meth:`supar_setup`."""
+    supar_masks: MaskState | None = None
+    """Where masks come from, if the plan has any."""
+
+    def supar_setup(self, plan: SuParPlan) -> None:
+        """Draw initial values, set masked weights to zero, and put the plan's factors into the forward.
+
+        Call it in ``__init__`` or ``configure_model``, on real tensors, before anything wraps or shards the model. A
+        second call with the same plan does nothing, so values that were trained stay.
+
+        Raises:
+            ValueError: If the plan is of another model, tensors are not there yet, or it was set up with another plan.
+        """
+        module = self._module()
+        if self.supar_plan is not None:
+            if self.supar_plan != plan:
+                raise ValueError(
+                    f"supar_setup was called before with another plan: {_difference(self.supar_plan, plan)}. HINT: one "
+                    "plan a module; build a new module for another."
+                )
+            return
+        prefix = prefix_of(module, plan)
+        initialize(module, plan, prefix)
+        scale_forward(module, plan, prefix)
+        self.supar_plan, self._supar_prefix = plan, prefix
+        if plan.sparse:
+            self.supar_masks = MaskState(plan, prefix)
+            self.supar_masks.attach(module)
+        self.hparams[HPARAM] = plan.to_dict()  # type: ignore[attr-defined]
+
+    def supar_param_groups(
+        self,
+        lr: float,
+        weight_decay: float = 0.0,
+        mode: Literal["invariant", "paper"] = "invariant",
+        optimizer: Literal["adamw", "sgd"] = "adamw",
+    ) -> list[dict[str, Any]]:
+        """Param groups for an optimizer, with the learning rate and the weight decay of each tensor.
+
+        Args:
+            lr: Learning rate of the base model.
+            weight_decay: Weight decay of the base model; vectors do not decay.
+            mode: ``"invariant"``: decay times learning rate is the base model's for every tensor. ``"paper"``: the
+                decay is the same number for all matrices, as in the reference code, so with AdamW hidden weights of a
+                sparse model decay faster.
+            optimizer: Whose rules: ``"adamw"``, also for Adam, or ``"sgd"``.
+
+        Returns:
+            Groups with ``params``, ``lr``, ``weight_decay`` and, for :class:`~lightning_paro.callbacks.ParamGroupGuard`
+            and to be read, ``lr_factor``.
+
+        Raises:
+            ValueError: If an argument is not understood.
+            RuntimeError: If there is no plan yet.
+        """
+        plan = self.supar_plan
+        if plan is None:
+            raise RuntimeError("there is no plan yet. HINT: call supar_setup(plan) before supar_param_groups(...).")
+        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+                raise ValueError(f"{name}={value!r} must be a number, 0 or more.")
+        if mode not in ("invariant", "paper") or optimizer not in ("adamw", "sgd"):
+            raise ValueError(
+                f"mode={mode!r}, optimizer={optimizer!r}: expected 'invariant' or 'paper', and 'adamw' or 'sgd'. HINT: "
+                "the factors of other optimizers are not known; derive them and set overrides."
+            )
+        groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+        for name, parameter in self._module().named_parameters():
+            if not parameter.requires_grad:
+                continue
+            entry = (
+                plan.entries.get(name.removeprefix(self._supar_prefix)) if name.startswith(self._supar_prefix) else None
+            )
+            factor, decay = 1.0, float(parameter.ndim > 1)
+            if entry is not None:
+                factor = entry.lr_factor if optimizer == "adamw" else entry.sgd_lr_factor
+                decay = entry.weight_decay_factor if optimizer == "adamw" else bool(entry.weight_decay_factor) / factor
+                decay = decay if mode == "invariant" else float(decay > 0)
+            groups.setdefault((factor, decay), []).append(parameter)
+        return [
+            {"params": parameters, "lr": lr * factor, "weight_decay": weight_decay * decay, "lr_factor": factor}
+            for (factor, decay), parameters in groups.items()
+        ]
+
+    def configure_callbacks(self) -> list[Any]:
+        """Masks, and the ratios of learning rates, are kept by callbacks, unless the Trainer has them already."""
+        wanted = [SparseMask, ParamGroupGuard] if self.supar_masks is not None else [ParamGroupGuard]
+        there = self.trainer.callbacks  # type: ignore[attr-defined]
+        missing = [kind() for kind in wanted if not any(isinstance(callback, kind) for callback in there)]
+        return [*super().configure_callbacks(), *missing]  # type: ignore[misc]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another plan: its moments and learning rates would not fit."""
+        super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
+        saved = checkpoint.get("hyper_parameters", {}).get(HPARAM)
+        if saved is not None and self.supar_plan is not None and SuParPlan.from_dict(saved) != self.supar_plan:
+            raise ValueError(
+                f"the checkpoint is of another plan: {_difference(SuParPlan.from_dict(saved), self.supar_plan)}. HINT: "
+                "make the plan as in the run that was saved, or load only the weights."
+            )
+
+    def _module(self) -> nn.Module:
+        if not isinstance(self, nn.Module):
+            raise TypeError(
+                f"{type(self).__name__} is no LightningModule. HINT: class Model(SuParMixin, LightningModule)."
+            )
+        return self
+
+
+def _difference(one: SuParPlan, other: SuParPlan) -> str:
+    """The first difference of two plans."""
+    ours, theirs = one.to_dict(), other.to_dict()
+    for key in ("parameterization", "width", "alpha_input", "alpha_output", "masks"):
+        if ours[key] != theirs[key]:
+            return f"{key} {ours[key]} there, {theirs[key]} here"
+    for name in {**one.entries, **other.entries}:
+        ours_of, theirs_of = ours["entries"].get(name), theirs["entries"].get(name)
+        if ours_of != theirs_of:
+            return f"'{name}' {_short(ours_of, theirs_of)} there, {_short(theirs_of, ours_of)} here"
+    return "none"
+
+
+def _short(entry: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> str:
+    if entry is None or other is None:
+        return "not" if entry is None else "as a tensor"
+    return ", ".join(f"{key}={entry[key]}" for key in entry if entry[key] != other[key] and key != "why")

@@ -1,0 +1,125 @@
+"""SparseMask on a module without a plan: masks, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import FSDPStrategy
+from torch import Tensor, nn
+
+from lightning_paro.callbacks import SparseMask
+from tests.conformance.lisa_runs import quiet
+from tests.distributed.supar import WIDTH, Layer, Net, loss_of, train
+
+
+class Plain(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return loss_of(self, batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+SPARSE = [f"layers.{layer}.{name}.weight" for layer in range(2) for name in ("up", "down")]
+
+
+def _densities(module: nn.Module) -> dict[str, float]:
+    return {name: (p != 0).double().mean().item() for name, p in module.named_parameters() if p.ndim > 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "density"),
+    [
+        ({"density": 0.3}, 0.3), ({"kind": "nm", "n": 1, "m": 5, "exclude": ("down",)}, 0.2),
+        ({"kind": "bernoulli", "density": 0.5}, 0.5), ({"kind": "er", "density": 0.4}, 0.4),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_projections_of_blocks_are_sparse_and_stay_so(options: dict[str, Any], density: float) -> None:
+    _, module = train(build=Plain, callbacks=[SparseMask(**options)])
+    found = _densities(module)
+    sparse = [name for name in SPARSE if "down" not in options.get("exclude", ()) or "up" in name]
+    spread = 0.1 if options.get("kind") == "bernoulli" else 0.003
+    for name, share in found.items():
+        assert share == pytest.approx(density if name in sparse else 1, abs=spread), name
+    masks = [name for name in module.state_dict() if name.endswith("_mask")]
+    assert masks == [f"{name}_mask" for name in sparse]
+
+
+def test_values_that_are_kept_are_the_users() -> None:
+    torch.manual_seed(0)
+    before = {name: p.detach().clone() for name, p in Plain().named_parameters()}
+    _, module = train(build=Plain, callbacks=[SparseMask(0.5)], steps=1)
+    after = dict(module.named_parameters())
+    assert all((after[n] - value).abs().max() < 0.011 for n, value in before.items() if n not in SPARSE)
+    for name in SPARSE:
+        mask = module.state_dict()[f"{name}_mask"]
+        assert (after[name] - before[name])[mask].abs().max() < 0.011
+        assert not after[name][~mask].any()
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    mask = SparseMask(0.5)
+    trainer, module = train(build=Plain, callbacks=[mask], precision="32-true")
+    assert not mask._dropped
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    plain = Plain()
+    kept = plain.load_state_dict(torch.load(tmp_path / "a.ckpt", weights_only=False)["state_dict"], strict=False)
+    assert not kept.missing_keys
+    assert kept.unexpected_keys == [f"{name}_mask" for name in SPARSE]
+    assert all(torch.equal(value, module.get_parameter(name)) for name, value in plain.named_parameters())
+
+
+def test_gradients_are_masked_before_they_are_clipped() -> None:
+    class Lengths(Plain):
+        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            masks = {name: self.state_dict()[f"{name}_mask"] for name in SPARSE}
+            seen.append(all(not self.get_parameter(name).grad[~mask].any() for name, mask in masks.items()))  # type: ignore[index]
+            super().configure_gradient_clipping(optimizer, *args, **kwargs)
+
+    seen: list[bool] = []
+    train(build=Lengths, callbacks=[SparseMask(0.5)])
+    assert seen == [True] * 5
+
+
+@pytest.mark.parametrize(
+    ("build", "callback", "message"),
+    [
+        (Plain, {}, "SparseMask.. has no density, and the module no plan. HINT: SparseMask.density=0.25."),
+        (Net, {"density": 0.3}, "Net has the masks of its plan, and SparseMask has arguments for others. HINT"),
+        (Plain, {"density": 0.5, "exclude": ("nothing",)}, "'nothing' matches no tensor"),
+    ],
+)
+def test_what_is_refused(build: Any, callback: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(build=build, callbacks=[SparseMask(**callback)])
+
+
+def test_fsdp_is_refused() -> None:
+    trainer = quiet()
+    trainer._accelerator_connector.strategy = FSDPStrategy()
+    with pytest.raises(ValueError, match="FSDPStrategy does not say which part .* HINT: Trainer.strategy='paro_ggg'."):
+        SparseMask(0.5).setup(trainer, Plain(), "fit")
+
+
+def test_arguments() -> None:
+    with pytest.raises(ValueError, match="density=2 must be above 0"):
+        SparseMask(2)
+    with pytest.raises(ValueError, match="kind='magic' is not one of"):
+        SparseMask(0.5, kind="magic")  # type: ignore[arg-type]

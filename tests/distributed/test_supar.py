@@ -1,0 +1,152 @@
+"""Masked training under every strategy equals the same training by hand, and nothing masked ever lives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_paro import ParoStrategy, state_access
+from lightning_paro.callbacks import SparseMask
+from tests.distributed.pool import Pool
+from tests.distributed.supar import Net, batches, by_hand, loss_of, train
+
+
+class Sharded(Net):
+    """For FSDP2."""
+
+    def configure_model(self) -> None:
+        for layer in self.layers:
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+
+class Living(Callback):
+    """After every step: names of parameters of which something masked is not zero on this rank."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+        self.kept = 0
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        guard = next(c for c in trainer.callbacks if isinstance(c, SparseMask))  # type: ignore[attr-defined]
+        self.kept = sum(dropped.numel() for dropped in guard._dropped.values())
+        for name, shard in state_access(trainer).trainable_shards().items():
+            if name in module.supar_plan.sparse:
+                mask = module.supar_plan.mask(name).flatten()[shard.offset : shard.offset + shard.value.numel()]
+                tensors = [shard.value, *(v for v in shard.state.values() if isinstance(v, Tensor) and v.numel() > 1)]
+                if any(tensor.flatten()[~mask].any() for tensor in tensors):
+                    self.found.append(name)
+
+
+def _whole(module: LightningModule) -> dict[str, Tensor]:
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in module.named_parameters()
+    }
+
+
+def _strategy(name: str) -> dict[str, Any]:
+    if name == "ddp":
+        return {"strategy": DDPStrategy(process_group_backend="gloo")}
+    if name == "fsdp2":
+        strategy = ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1)
+        return {"strategy": strategy, "build": Sharded, "precision": "32-true"}
+    return {"strategy": ParoStrategy(name, group_size=2)}
+
+
+def _on_ranks(name: str, **options: Any) -> tuple[dict[str, Tensor], list[str], int]:
+    living = Living()
+    _, module = train(devices=4, callbacks=[living], **{**_strategy(name), **options})
+    return _whole(module), living.found, living.kept
+
+
+def _compare(found: dict[str, Tensor], truth: dict[str, Tensor], close: float) -> None:
+    for name, value in truth.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=0, atol=close, check_dtype=False, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_one_device_equals_training_by_hand() -> None:
+    living = Living()
+    _, module = train(callbacks=[living])
+    _compare(_whole(module), by_hand(), 1e-10)
+    assert not living.found
+    assert not living.kept or living.kept == sum(module.supar_plan.mask(n).numel() for n in module.supar_plan.sparse)  # type: ignore[union-attr,operator]
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_torchs_own_strategies_equal_training_by_hand(pool: Pool, name: str) -> None:
+    for found, living, _ in pool.run(_on_ranks, name):
+        _compare(found, by_hand(), 1e-5 if name == "fsdp2" else 1e-10)
+        assert not living
+
+
+def _partitions(names: tuple[str, ...]) -> list[Any]:
+    return [_on_ranks(name) for name in names]
+
+
+def test_every_partition_equals_training_by_hand(pool: Pool, some: tuple[str, ...]) -> None:
+    truth = by_hand()
+    total = sum(Net().supar_plan.mask(name).numel() for name in Net().supar_plan.sparse)  # type: ignore[union-attr]
+    for results in pool.run(_partitions, some):
+        for name, (found, living, kept) in zip(some, results, strict=True):
+            _compare(found, truth, 1e-10)
+            assert not living, name
+            parts = {"n": 1, "i": 2, "g": 4}[name[2]]
+            assert kept <= total / parts + 200, name  # of its own part only
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+class Constant(Net):
+    """One batch all the time, so that it does not matter where a loader begins."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return loss_of(self, batches(1)[0])
+
+
+class ShardedConstant(Constant, Sharded):
+    pass
+
+
+class Save(Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step == 3 and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+
+def _resumed(name: str, path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def run(**options: Any) -> dict[str, Tensor]:
+        build = ShardedConstant if name == "fsdp2" else Constant
+        settings = {**_strategy(name), "build": build, "precision": "32-true", "accumulate": 1, **options}
+        return _whole(train(devices=4, **settings)[1])
+
+    return run(callbacks=[Save(path)]), run(resume=path)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "nig", "ggg"])
+def test_resumed_training_is_the_same_to_the_bit(pool: Pool, tmp_path: Path, name: str) -> None:
+    for whole, resumed in pool.run(_resumed, name, tmp_path / "mid.ckpt"):
+        for key, value in whole.items():
+            assert torch.equal(value, resumed[key]), key
+    if name == "fsdp2":  # a folder of shards
+        return
+    checkpoint = torch.load(tmp_path / "mid.ckpt", weights_only=False)
+    plan = Net().supar_plan
+    assert plan is not None
+    for key in plan.sparse:
+        assert torch.equal(checkpoint["state_dict"][f"{key}_mask"], plan.mask(key))
+    assert checkpoint["hyper_parameters"]["supar_plan"] == plan.to_dict()

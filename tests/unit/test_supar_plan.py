@@ -1,0 +1,275 @@
+"""Every tensor has a role and the numbers that follow from it, in plain models and in those of transformers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from lightning_paro.algorithms.supar import Masks, SuParPlan
+
+WIDTH, INNER = 64, 160
+
+
+def llama_config(width: int = WIDTH, inner: int = INNER, layers: int = 2, **options: Any) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=width // 16,
+        num_key_value_heads=width // 32, head_dim=16, vocab_size=50, **options,
+    )  # fmt: skip
+
+
+def perceptron(width: int = 32) -> nn.Module:
+    return nn.Sequential(nn.Linear(10, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3))
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.inward = nn.Linear(10, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width)) for _ in range(3)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.pool = nn.Linear(width, width)
+        self.outward = nn.Linear(width, 3)
+
+
+def roles(plan: SuParPlan) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, entry in plan.items():
+        if entry.role != "vector":
+            found.setdefault(entry.role, []).append(name)
+    return found
+
+
+def test_a_perceptron() -> None:
+    plan = SuParPlan.from_model(perceptron(), base_width=8, density=0.5, init_std=0.1, seed=3)
+    assert roles(plan) == {"embedding": ["0.weight"], "hidden": ["2.weight"], "output": ["4.weight"]}
+    hidden = plan["2.weight"]
+    assert (hidden.fan_in, hidden.m_d, hidden.rho, hidden.lr_factor) == (32, 4, 0.5, 0.5)
+    assert hidden.init_std == pytest.approx(0.1 / 2**0.5)
+    assert (plan["0.weight"].rho, plan["0.weight"].lr_factor, plan["0.weight"].init_std) == (1, 1, 0.1)
+    assert plan.output_scale == 0.25
+    assert {plan[f"{layer}.bias"].weight_decay_factor for layer in (0, 2, 4)} == {0}
+    assert {plan[f"{layer}.bias"].init_std for layer in (0, 2, 4)} == {0}
+    assert plan["0.bias"].sgd_lr_factor == 4
+    assert plan["4.bias"].sgd_lr_factor == 1  # as many in the base model
+    assert plan.sparse == ["2.weight"]
+
+
+def test_blocks_between_two_projections() -> None:
+    plan = SuParPlan.from_model(Residual(), base_width=8, density=0.25)
+    assert roles(plan)["embedding"] == ["inward.weight"]
+    assert roles(plan)["output"] == ["outward.weight"]
+    assert [name for name in roles(plan)["hidden"] if name not in plan.sparse] == ["pool.weight"]
+    assert plan["pool.weight"].lr_factor == 0.25
+    assert plan["norm.weight"].init_std is None
+
+
+def test_gpt2_is_transposed_and_tied() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=16, n_embd=WIDTH, n_layer=2, n_head=4))
+    plan = SuParPlan.from_model(model, base_width=16, density=0.25)
+    assert roles(plan)["embedding"] == ["transformer.wte.weight", "transformer.wpe.weight"]
+    assert "output" not in roles(plan)
+    assert "lm_head.weight" not in plan
+    assert plan.width == 4
+    attention, down = plan["transformer.h.0.attn.c_attn.weight"], plan["transformer.h.0.mlp.c_proj.weight"]
+    assert (attention.axis, attention.fan_in, attention.lr_factor) == (0, 64, 1)
+    assert down.fan_in == 256
+    assert len(plan.sparse) == 8
+
+
+def test_llama_by_a_config_follows_both_ratios() -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(llama_config())
+    plan = SuParPlan.from_model(model, base_config=llama_config(32, 40, layers=5), density=0.25)
+    block = "model.layers.1."
+    assert plan[f"{block}mlp.down_proj.weight"].m_d == 4
+    assert plan[f"{block}mlp.up_proj.weight"].m_d == 2
+    assert plan[f"{block}self_attn.k_proj.weight"].m_d == 2
+    assert plan["lm_head.weight"].role == "output"
+    assert plan.output_scale == 0.5
+    assert plan["model.embed_tokens.weight"].m_d == 1
+
+
+class Wrapped(LightningModule):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.model = LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("base", [llama_config(32, 40), Wrapped(llama_config(32, 40))], ids=["config", "model"])
+def test_a_lightning_module_beside_its_base(base: Any) -> None:
+    plan = SuParPlan.from_model(Wrapped(llama_config()), base_config=base)
+    assert plan["model.model.layers.0.mlp.down_proj.weight"].m_d == 4
+    assert plan["model.model.layers.0.mlp.up_proj.weight"].m_d == 2
+
+
+def test_torchs_own_transformer() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model = nn.Sequential(nn.Embedding(20, 32), nn.TransformerEncoder(layer, 3), nn.Linear(32, 20))
+    plan = SuParPlan.from_model(model, base_width=16, density=0.5)
+    assert roles(plan)["embedding"] == ["0.weight"]
+    assert roles(plan)["output"] == ["2.weight"]
+    assert len(plan.sparse) == 3 * 4
+    assert plan["1.layers.0.self_attn.in_proj_weight"].fan_in == 32
+
+
+@pytest.mark.parametrize("parameterization", ["sp", "mup"])
+def test_others_do_not_look_at_the_density_but_have_it(parameterization: Any) -> None:
+    plan = SuParPlan.from_model(
+        perceptron(), base_width=8, density=0.5, parameterization=parameterization, alpha_input=3, alpha_output=2
+    )
+    m = 1 if parameterization == "sp" else 4
+    assert (plan["2.weight"].rho, plan["2.weight"].lr_factor) == (0.5, 1 / m)
+    assert (plan.input_scale, plan.output_scale) == ((1, 1) if m == 1 else (3, 0.5))
+
+
+def test_what_is_excluded_stays_dense() -> None:
+    plan = SuParPlan.from_model(
+        Residual(),
+        base_width=8,
+        density=0.25,
+        exclude=("blocks.0", "*.2.weight"),
+        overrides={"blocks.1.0": {"density": 0.5}},
+    )
+    assert plan.sparse == ["blocks.1.0.weight", "blocks.2.0.weight"]
+    assert [plan[name].rho for name in plan.sparse] == [0.5, 0.25]
+
+
+def test_what_is_told_wins() -> None:
+    overrides = {"pool": {"role": "output", "lr_factor": 3.0}, "outward.weight": {"init_std": 0.5}}
+    plan = SuParPlan.from_model(Residual(), base_width=8, overrides=overrides)
+    assert (plan["pool.weight"].role, plan["pool.weight"].lr_factor) == ("output", 3)
+    assert plan["outward.weight"].init_std == 0.5
+    assert "as told" in plan["pool.weight"].why
+
+
+def test_the_density_is_that_of_the_mask() -> None:
+    for masks in (
+        Masks("bernoulli", 0.3),
+        Masks("random", 0.3),
+        Masks("nm"),
+        Masks("block", 0.3, block=4),
+        Masks("er", 0.3),
+    ):
+        plan = SuParPlan.from_model(Residual(), base_width=8, masks=masks)
+        for name in plan.sparse:
+            mask = plan.mask(name)
+            assert tuple(mask.shape) == plan[name].shape
+            assert int(mask.sum()) / mask.numel() == plan[name].rho
+
+
+def test_masks_of_a_file(tmp_path: Any) -> None:
+    mask = torch.arange(32 * 32).view(32, 32) % 3 == 0
+    torch.save({"2.weight": mask}, tmp_path / "m.pt")
+    plan = SuParPlan.from_model(perceptron(), base_width=8, masks=Masks("file", path=str(tmp_path / "m.pt")))
+    assert plan["2.weight"].rho == int(mask.sum()) / 1024
+    assert torch.equal(plan.mask("2.weight"), mask)
+    torch.save({"7.weight": mask}, tmp_path / "m.pt")
+    with pytest.raises(ValueError, match="has a mask of '7.weight', which the model has not"):
+        SuParPlan.from_model(perceptron(), base_width=8, masks=Masks("file", path=str(tmp_path / "m.pt")))
+
+
+def test_it_survives_json_and_tells_plans_apart() -> None:
+    plan = SuParPlan.from_model(perceptron(), base_width=8, density=0.5, seed=1)
+    again = SuParPlan.from_dict(json.loads(json.dumps(plan.to_dict())))
+    assert again == plan
+    assert again.digest == plan.digest
+    assert SuParPlan.from_model(perceptron(), base_width=8, density=0.5, seed=2).digest != plan.digest
+
+
+def test_it_is_printed_with_equal_layers_together() -> None:
+    text = str(SuParPlan.from_model(Residual(), base_width=8, density=0.25))
+    assert "blocks.*.0.weight (3)" in text
+    assert "m_d·ρ = 4·0.25" in text
+    assert "inward.weight" in text
+
+
+def test_few_weights_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match="an output of '2.weight' is the sum of 4.0 weights"):
+        SuParPlan.from_model(perceptron(), base_width=8, density=1 / 8)
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.table = nn.Parameter(torch.zeros(3, 8, 8))
+
+
+def test_a_tensor_without_a_role_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"no role is known of 'table' \(3, 8, 8\) of Odd. HINT: overrides="):
+        SuParPlan.from_model(Odd(), base_width=8)
+    assert (
+        SuParPlan.from_model(Odd(), base_width=8, overrides={"table": {"role": "embedding"}})["table"].role
+        == "embedding"
+    )
+
+
+def test_experts_in_one_tensor_are_not_guessed() -> None:
+    config = MixtralConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        num_local_experts=2, vocab_size=20,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = MixtralForCausalLM(config)
+    with pytest.raises(ValueError, match="no role is known of .*experts"):
+        SuParPlan.from_model(model, base_width=8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "expected one of them"),
+        ({"base_width": 8, "base_config": perceptron()}, "expected one of them"),
+        ({"base_width": 0}, "base_width=0 must be a whole number"),
+        ({"base_width": 8.0}, "base_width=8.0 must be a whole number"),
+        ({"base_width": 8, "parameterization": "ntk"}, "parameterization='ntk' is not one of sp, mup, supar"),
+        ({"base_width": 8, "density": 2}, "density=2 must be above 0"),
+        ({"base_width": 8, "kind": "magic"}, "kind='magic'"),
+        ({"base_width": 8, "init_std": 0}, "init_std=0 must be a positive number"),
+        ({"base_width": 8, "alpha_input": float("inf")}, "alpha_input=inf must be a positive number"),
+        ({"base_width": 8, "exclude": ("nothing",)}, "'nothing' matches no tensor of the model, such as 0.weight"),
+        ({"base_width": 8, "exclude": "2"}, "exclude='2' must be several patterns"),
+        ({"base_width": 8, "overrides": {"9": {"role": "hidden"}}}, "'9' matches no tensor"),
+        ({"base_width": 8, "overrides": {"2": {"roll": "hidden"}}}, "has 'roll'; expected some of role"),
+        ({"base_width": 8, "overrides": {"2": {"role": "middle"}}}, "role='middle' is not one of"),
+        (
+            {"base_width": 8, "overrides": {"2.weight": {"density": 1.5}}},
+            "a density of 1.5; expected at most 1, of matrices",
+        ),
+        ({"base_config": GPT2Config()}, "no part of Sequential is built from one"),
+        ({"base_config": nn.Sequential(nn.Linear(10, 8), nn.Linear(8, 3))}, "the base model has"),
+        ({"base_width": 8, "density": 1e-4}, "keeps none of the 1024 weights of '2.weight'"),
+    ],
+    ids=str,
+)
+def test_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SuParPlan.from_model(perceptron(), **arguments)
+
+
+def test_granite_has_its_own_multipliers_and_the_same_roles() -> None:
+    config = GraniteConfig(
+        hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=50, tie_word_embeddings=True,
+    )  # fmt: skip
+    plan = SuParPlan.from_model(GraniteForCausalLM(config), base_width=16, density=0.25)
+    assert roles(plan)["embedding"] == ["model.embed_tokens.weight"]
+    assert len(plan.sparse) == 14
+    assert plan.width == 4
