@@ -1,4 +1,4 @@
-"""The generated parts of docs/performance.md and docs/lisa.md, and pictures, from whatever JSON is in results/.
+"""The generated parts of docs/performance.md, lisa.md and supar.md, and pictures, from whatever JSON is in results/.
 
 python -m benchmarks.lab.page
 """
@@ -26,6 +26,7 @@ from benchmarks.lab.pictures import (
 )  # fmt: skip
 from benchmarks.lab.races import RACES, picture, tell_race
 from benchmarks.lab.report import RESULTS
+from benchmarks.lab.supar_page import SUPAR
 
 __all__ = ["PAGES", "pictures", "read", "render"]
 
@@ -56,7 +57,9 @@ LISA: dict[str, tuple[Callable[[Report, str], Iterator[str]], dict[str, Draw]]] 
 }
 """What is measured of LISA: how it is told, and its pictures by file name."""
 
-PAGES = {PAGE: (*RACES, *OTHERS), PAGE.with_name("lisa.md"): tuple(LISA)}
+PAGES = {
+    PAGE: (*RACES, *OTHERS), PAGE.with_name("lisa.md"): tuple(LISA), PAGE.with_name("supar.md"): tuple(SUPAR)
+}  # fmt: skip
 """The parts of each page, by the name of the script."""
 
 
@@ -72,7 +75,7 @@ def render(page: str, reports: dict[str, Report]) -> str:
         begin, name, end = match.groups()
         if name not in reports:
             return f"{begin}\nNot measured yet: there is no `benchmarks/results/{name}.json`.\n\n{end}"
-        tell = tell_race if name in RACES else (OTHERS | LISA)[name][0]
+        tell = tell_race if name in RACES else (OTHERS | LISA | SUPAR)[name][0]
         told = "\n".join(tell(reports[name], name)).rstrip("\n")
         return f"{begin}\n" + re.sub(r"\n{3,}", "\n\n", told) + f"\n\n{end}"
 
@@ -89,7 +92,7 @@ def pictures(reports: dict[str, Report]) -> dict[str, tuple[Draw, Any]]:
     for name, (_, draw) in OTHERS.items():
         if name in reports:
             drawn[f"{name}.png"] = (draw, reports[name])
-    for name, (_, draws) in LISA.items():
+    for name, (_, draws) in (LISA | SUPAR).items():
         if name in reports:
             drawn |= {file: (draw, reports[name]) for file, draw in draws.items()}
     return drawn

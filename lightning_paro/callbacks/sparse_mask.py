@@ -56,7 +56,8 @@ class SparseMask(Callback):
         is_asked = density is not None or kind in ("nm", "file")
         self._masks = Masks(kind, 1.0 if density is None else density, n, m, block, path, seed) if is_asked else None
         self._exclude = tuple(exclude)
-        self._state: MaskState | None = None
+        self.masks: MaskState | None = None
+        """Where masks come from, once the callback is set up."""
         self._dropped: dict[str, Tensor] = {}  # of this rank's parts: what is not kept
 
     @override
@@ -73,12 +74,12 @@ class SparseMask(Callback):
                 "cannot be kept. HINT: Trainer(strategy='paro_ggg'), ModelParallelStrategy, or DDP."
             )
         if own is not None:
-            self._state = own
-        elif self._state is None:
+            self.masks = own
+        elif self.masks is None:
             if self._masks is None and stage == "fit" and not hasattr(pl_module, "supar_plan"):
                 raise ValueError("SparseMask() has no density, and the module no plan. HINT: SparseMask(density=0.25).")
-            self._state = MaskState(self._plan)
-            self._state.attach(pl_module)
+            self.masks = MaskState(self._plan)
+            self.masks.attach(pl_module)
 
     def _plan(self, module: nn.Module) -> SuParPlan:
         """Masks alone: with a width multiplier of 1 and as SP nothing else follows from it."""
@@ -89,14 +90,14 @@ class SparseMask(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take this rank's part of every mask, and apply it to what was built or loaded."""
-        assert self._state is not None
+        assert self.masks is not None
         access = state_access(trainer)
         shards = access.trainable_shards()
         self._dropped = {}
-        for name in self._state.names(pl_module):
+        for name in self.masks.names(pl_module):
             if name in shards:
                 shard = shards[name]
-                kept = self._state.mask(pl_module, name).flatten()[shard.offset : shard.offset + shard.value.numel()]
+                kept = self.masks.mask(pl_module, name).flatten()[shard.offset : shard.offset + shard.value.numel()]
                 self._dropped[name] = ~kept.view(shard.value.shape).to(shard.value.device)
         with torch.no_grad():
             for name, dropped in self._dropped.items():

@@ -86,7 +86,7 @@ class SuParMixin:
 
         Returns:
             Groups with ``params``, ``lr``, ``weight_decay`` and, for :class:`~lightning_paro.callbacks.ParamGroupGuard`
-            and to be read, ``lr_factor``.
+            and to be read, ``lr_factor`` and ``is_hidden``.
 
         Raises:
             ValueError: If an argument is not understood.
@@ -103,7 +103,7 @@ class SuParMixin:
                 f"mode={mode!r}, optimizer={optimizer!r}: expected 'invariant' or 'paper', and 'adamw' or 'sgd'. HINT: "
                 "the factors of other optimizers are not known; derive them and set overrides."
             )
-        groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+        groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
         for name, parameter in self._module().named_parameters():
             if not parameter.requires_grad:
                 continue
@@ -115,10 +115,17 @@ class SuParMixin:
                 factor = entry.lr_factor if optimizer == "adamw" else entry.sgd_lr_factor
                 decay = entry.weight_decay_factor if optimizer == "adamw" else bool(entry.weight_decay_factor) / factor
                 decay = decay if mode == "invariant" else float(decay > 0)
-            groups.setdefault((factor, decay), []).append(parameter)
+            is_hidden = entry is not None and entry.role == "hidden"
+            groups.setdefault((factor, decay, is_hidden), []).append(parameter)
         return [
-            {"params": parameters, "lr": lr * factor, "weight_decay": weight_decay * decay, "lr_factor": factor}
-            for (factor, decay), parameters in groups.items()
+            {
+                "params": parameters,
+                "lr": lr * factor,
+                "weight_decay": weight_decay * decay,
+                "lr_factor": factor,
+                "is_hidden": is_hidden,
+            }
+            for (factor, decay, is_hidden), parameters in groups.items()
         ]
 
     def configure_callbacks(self) -> list[Any]:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 
-from lightning_paro.callbacks import SparseMask
+from lightning_paro.callbacks import SparseMask, SparsityReport
 from tests.conformance.lisa_runs import quiet
 from tests.distributed.supar import WIDTH, Layer, Net, loss_of, train
 
@@ -123,3 +124,28 @@ def test_arguments() -> None:
         SparseMask(2)
     with pytest.raises(ValueError, match="kind='magic' is not one of"):
         SparseMask(0.5, kind="magic")  # type: ignore[arg-type]
+
+
+# ---- the report -----------------------------------------------------------------------------------------------------
+
+
+def test_a_report_counts_what_is_there(tmp_path: Path, capsys: Any) -> None:
+    report = SparsityReport()
+    trainer, module = train(build=Net, callbacks=[report], logger=CSVLogger(tmp_path))
+    assert [row["tensor"] for row in report.rows] == module.supar_plan.sparse  # type: ignore[union-attr]
+    for row in report.rows:
+        mask = module.supar_plan.mask(row["tensor"])  # type: ignore[union-attr, operator]
+        assert row["density"] == row["nonzero"] == pytest.approx(mask.float().mean().item())
+        assert row["weights_per_output"] == pytest.approx(mask.shape[1] * row["density"])
+        assert row["cut_off"] == int((mask.sum(1) == 0).sum())
+    text = capsys.readouterr().out
+    assert "Sparsity at the start" in text
+    assert "Sparsity in the end" in text
+    folder = Path(trainer.log_dir or "")
+    assert len((folder / "sparsity.csv").read_text().splitlines()) == 7
+    assert "sparsity/density" in (folder / "metrics.csv").read_text()
+
+
+def test_a_report_of_a_dense_model_says_so(caplog: Any) -> None:
+    train(build=lambda: Net(density=1.0), callbacks=[SparsityReport()], steps=1)
+    assert "no tensor has a mask. HINT: SparseMask" in caplog.text

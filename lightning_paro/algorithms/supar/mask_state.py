@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_paro.algorithms.supar.masks import check_mask
-from lightning_paro.algorithms.supar.plan import SuParPlan
+from lightning_paro.algorithms.supar.plan import Entry, SuParPlan
 
 __all__ = ["SUFFIX", "MaskState"]
 
@@ -48,6 +48,10 @@ class MaskState:
     def names(self, module: nn.Module) -> list[str]:
         """Names of the parameters that have a mask."""
         return [self._prefix + name for name in self.plan(module).sparse]
+
+    def entry(self, module: nn.Module, name: str) -> Entry:
+        """What the plan says of a parameter."""
+        return self.plan(module)[name.removeprefix(self._prefix)]
 
     def mask(self, module: nn.Module, name: str) -> Tensor:
         """The mask of a parameter, whole and on the host: the loaded one if there is one."""

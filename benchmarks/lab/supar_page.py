@@ -1,0 +1,75 @@
+"""What was measured of SμPar, as tables and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lab.pictures import figure
+from benchmarks.lab.text import setup_line, table
+
+__all__ = ["SUPAR", "draw_coords", "ratios", "tell_coords"]
+
+Report = dict[str, Any]
+Row = dict[str, Any]
+NAMES = {"sp": "SP", "mup": "μP", "supar": "SμPar"}
+
+
+def ratios(rows: list[Row], kind: str, width: int, density: float) -> list[float]:
+    """Every activation as a multiple of the dense model's, over modules and steps."""
+    mine = [row for row in rows if (row["parameterization"], row["width"]) == (kind, width)]
+    dense = {row["module"]: row["values"] for row in mine if row["density"] == 1}
+    sparse = (row for row in mine if row["density"] == density)
+    return [a / b for row in sparse for a, b in zip(row["values"], dense[row["module"]], strict=True)]
+
+
+def tell_coords(report: Report, name: str) -> Iterator[str]:
+    """A table for each model: the least and the largest ratio by density, and whether 25 % are kept."""
+    for part in report["parts"]:
+        rows = part["rows"]
+        densities = sorted({row["density"] for row in rows}, reverse=True)
+        for width in part["widths"]:
+            settings = ", ".join(f"{key} {part[key]:.4g}" for key in ("lr", "init_std", "alpha_input") if key in part)
+            yield from (f"#### {part['model']}, width {width}", "", setup_line(part["setup"]), "")
+            yield f"Base width {part['base']}, {settings}; means over {part['seeds']} seeds, {part['steps']} steps."
+            yield ""
+            found = {kind: {density: ratios(rows, kind, width, density) for density in densities} for kind in NAMES}
+            yield from table({
+                "density": [f"{density:.4g}" for density in densities[1:]],
+                **{
+                    told: [f"{min(found[kind][d]):.2g} … {max(found[kind][d]):.2g}" for d in densities[1:]]
+                    for kind, told in NAMES.items()
+                },
+                "SμPar's largest deviation": [
+                    f"{max(abs(ratio - 1) for ratio in found['supar'][density]):.0%}" for density in densities[1:]
+                ],
+            })  # fmt: skip
+            yield ""
+    yield "![Activations of one module against density](pictures/supar-coords.png)"
+
+
+def draw_coords(report: Report, path: Path) -> None:
+    """The last block's output projection at the last step, against density, a panel a model and width."""
+    panels = [(part, width) for part in report["parts"] for width in part["widths"]]
+    with figure(report, path, len(panels), 3) as axes:
+        for axis, (part, width) in zip(axes, panels, strict=True):
+            module = [row["module"] for row in part["rows"] if row["module"].endswith(("down", "down_proj"))][-1]
+            for kind, told in NAMES.items():
+                mine = [
+                    r for r in part["rows"] if (r["parameterization"], r["width"], r["module"]) == (kind, width, module)
+                ]
+                mine.sort(key=lambda row: row["density"])
+                axis.plot([row["density"] for row in mine], [row["values"][-1] for row in mine], marker=".", label=told)
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            axis.set_xlabel("density")
+            axis.set_title(f"{part['model']}, width {width}: {module.split('.', 2)[-1]}", fontsize=9)
+        axes[0].set_ylabel("mean absolute activation", fontsize=9)
+        axes[0].legend(fontsize=8)
+
+
+SUPAR: dict[str, tuple[Callable[[Report, str], Iterator[str]], dict[str, Callable[[Any, Path], None]]]] = {
+    "supar_coords": (tell_coords, {"supar-coords.png": draw_coords}),
+}
+"""How each is told and drawn."""

@@ -1,0 +1,97 @@
+"""What one of many trainings differs in, and how each is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from lightning_paro.algorithms.supar import Parameterization
+from lightning_paro.algorithms.supar.rules import PARAMETERIZATIONS
+
+__all__ = ["Make", "Setting", "check_choices", "settings_of", "shown", "train"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One training.
+
+    Attributes:
+        parameterization: ``"sp"``, ``"mup"`` or ``"supar"``.
+        width: Of the model.
+        density: Share of weights that are kept.
+        seed: Of initial values and masks.
+        lr: Base learning rate; None is the module's own.
+    """
+
+    parameterization: Parameterization
+    width: int
+    density: float
+    seed: int
+    lr: float | None = None
+
+    def row(self) -> dict[str, Any]:
+        """In plain values."""
+        return asdict(self)
+
+
+Make = Callable[[Setting], LightningModule]
+"""Makes the module of a setting."""
+
+
+def settings_of(
+    parameterizations: Sequence[Parameterization],
+    widths: Sequence[int],
+    densities: Sequence[float],
+    seeds: Sequence[int],
+    lrs: Sequence[float | None] = (None,),
+) -> list[Setting]:
+    """All of them."""
+    return [Setting(*each) for each in product(parameterizations, widths, densities, seeds, lrs)]
+
+
+def check_choices(
+    parameterizations: Sequence[str], widths: Sequence[int], densities: Sequence[float], seeds: Sequence[int]
+) -> None:
+    """Refuse what cannot be compared.
+
+    Raises:
+        ValueError: If something is empty, appears twice, or is not understood.
+    """
+    for name, values in (
+        ("parameterizations", parameterizations), ("widths", widths), ("densities", densities), ("seeds", seeds),
+    ):  # fmt: skip
+        if isinstance(values, str) or not values or len(set(values)) != len(values):
+            raise ValueError(f"{name}={values!r}: expected one or more different values.")
+    unknown = [name for name in parameterizations if name not in PARAMETERIZATIONS]
+    if unknown:
+        raise ValueError(f"parameterizations: {unknown[0]!r} is not one of {', '.join(PARAMETERIZATIONS)}.")
+    if any(not 0 < density <= 1 for density in densities):
+        raise ValueError(f"densities={densities!r}: expected numbers above 0 and up to 1.")
+
+
+def train(module: LightningModule, data: Any, steps: int, callbacks: Sequence[Callback], accelerator: str) -> Trainer:
+    """A short training on one device that shows and keeps nothing."""
+    trainer = Trainer(
+        accelerator=accelerator, devices=1, max_steps=steps, callbacks=list(callbacks), logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    return trainer
+
+
+def shown(settings: Sequence[Setting], what: str) -> Iterator[Setting]:
+    """The settings one by one, with a bar of how many are done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns) as progress:
+        task = progress.add_task(what, total=len(settings))
+        for setting in settings:
+            about = f"{setting.parameterization}, width {setting.width}, density {setting.density:.4g}"
+            progress.update(task, description=f"{what}: {about}")
+            yield setting
+            progress.advance(task)

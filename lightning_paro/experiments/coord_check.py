@@ -1,0 +1,156 @@
+"""A coordinate check: do activations stay where they were when a model becomes wider or sparser?"""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from lightning_paro.algorithms.supar import Parameterization
+from lightning_paro.callbacks import CoordCheck
+from lightning_paro.experiments._settings import Make, check_choices, settings_of, shown, train
+
+__all__ = ["CoordReport", "coord_check"]
+
+Key = tuple[str, int, float, str, int]
+
+
+@dataclass(frozen=True)
+class CoordReport:
+    """What a coordinate check has found.
+
+    Attributes:
+        rows: By run, step and module: ``parameterization``, ``width``, ``density``, ``seed``, ``step``, ``module``, and
+            ``value``, the mean absolute activation.
+    """
+
+    rows: Sequence[Mapping[str, Any]]
+
+    def means(self) -> dict[Key, float]:
+        """The mean over seeds, by parameterization, width, density, module and step."""
+        found: dict[Key, list[float]] = {}
+        for row in self.rows:
+            key = (row["parameterization"], row["width"], row["density"], row["module"], row["step"])
+            found.setdefault(key, []).append(row["value"])
+        return {key: statistics.fmean(values) for key, values in found.items()}
+
+    def ratios(self) -> dict[Key, float]:
+        """Every mean as a multiple of that of the largest density, of the same width, module and step."""
+        means = self.means()
+        dense = max(density for _, _, density, _, _ in means)
+        return {key: value / means[key[0], key[1], dense, key[3], key[4]] for key, value in means.items()}
+
+    def deviation(self, parameterization: str) -> float:
+        """The largest deviation of any activation from that of the dense model, as a share of it."""
+        return max(abs(ratio - 1) for key, ratio in self.ratios().items() if key[0] == parameterization)
+
+    def __rich__(self) -> Table:
+        table = Table(title="Activations as a multiple of the dense model's: least and largest over modules and steps")
+        densities = sorted({row["density"] for row in self.rows}, reverse=True)
+        table.add_column("parameterization")
+        table.add_column("width", justify="right")
+        for density in densities:
+            table.add_column(f"ρ = {density:.4g}", justify="right")
+        ratios = self.ratios()
+        for name, width in dict.fromkeys((row["parameterization"], row["width"]) for row in self.rows):
+            cells = []
+            for density in densities:
+                mine = [ratio for key, ratio in ratios.items() if key[:3] == (name, width, density)]
+                cells.append(f"{min(mine):.3g} … {max(mine):.3g}")
+            table.add_row(name, str(width), *cells)
+        return table
+
+    def write_csv(self, path: str | Path) -> None:
+        """Write the rows."""
+        with Path(path).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self.rows[0])
+            writer.writeheader()
+            writer.writerows(self.rows)
+
+    def write_json(self, path: str | Path) -> None:
+        """Write the means over seeds."""
+        names = ("parameterization", "width", "density", "module", "step")
+        rows = [{**dict(zip(names, key, strict=True)), "value": value} for key, value in self.means().items()]
+        Path(path).write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+    def plot(self, path: str | Path, modules: Sequence[str] = ()) -> None:
+        """Draw activations against density, a panel a parameterization, a line a module, at the last step.
+
+        Args:
+            path: Of the picture.
+            modules: Which; those of one block and both ends unless told.
+
+        Raises:
+            ImportError: If there is no matplotlib.
+        """
+        from matplotlib.figure import Figure
+
+        means = self.means()
+        names = list(modules) or list(dict.fromkeys(key[3] for key in means))
+        panels = list(dict.fromkeys((key[0], key[1]) for key in means))
+        last = max(key[4] for key in means)
+        figure = Figure(figsize=(3.2 * len(panels), 3.4), layout="constrained")
+        for axes, (kind, width) in zip(
+            figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True
+        ):
+            for name in names:
+                mine = sorted(
+                    (key[2], value)
+                    for key, value in means.items()
+                    if key[:2] == (kind, width) and key[3:] == (name, last)
+                )
+                axes.plot([density for density, _ in mine], [value for _, value in mine], marker=".", label=name)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xlabel("density")
+            axes.set_title(f"{kind}, width {width}", fontsize=10)
+        axes.legend(fontsize="xx-small")
+        figure.axes[0].set_ylabel(f"mean absolute activation, step {last}")
+        figure.savefig(path, dpi=150)
+
+
+def coord_check(
+    make: Make,
+    data: Any,
+    *,
+    widths: Sequence[int],
+    densities: Sequence[float] = (1.0, 1 / 4, 1 / 16),
+    parameterizations: Sequence[Parameterization] = ("sp", "mup", "supar"),
+    seeds: Sequence[int] = (0, 1, 2),
+    steps: int = 10,
+    modules: Sequence[str] | None = None,
+    accelerator: str = "auto",
+) -> CoordReport:
+    """Train a few steps of every setting, and compare how large activations are.
+
+    Args:
+        make: Makes the module of a :class:`Setting`; it is to use its plan for ``setting.width`` and so on.
+        data: A dataloader; every run begins it anew.
+        widths: Of the model.
+        densities: Share of weights that are kept; the largest is what others are compared with.
+        parameterizations: Which to compare.
+        seeds: Of initial values and masks; values are means over them.
+        steps: Optimizer steps.
+        modules: Names of the modules to watch; None are blocks and all that hold a matrix.
+        accelerator: As the Trainer's.
+
+    Returns:
+        A report; print it with rich, or write it.
+
+    Raises:
+        ValueError: If an argument is not understood.
+    """
+    check_choices(parameterizations, widths, densities, seeds)
+    rows: list[dict[str, Any]] = []
+    for setting in shown(settings_of(parameterizations, widths, densities, seeds), "coordinate check"):
+        check = CoordCheck(steps, modules)
+        train(make(setting), data, steps, [check], accelerator)
+        about = {key: value for key, value in setting.row().items() if key != "lr"}
+        rows += [{**about, "step": r["step"], "module": r["module"], "value": r["value"]} for r in check.rows]
+    return CoordReport(rows)
