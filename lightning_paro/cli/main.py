@@ -14,15 +14,21 @@ import lightning_paro  # noqa: F401 - registers the strategies
 from lightning_paro.cli.lisa_memory import lisa_memory
 from lightning_paro.cli.plan import plan
 from lightning_paro.cli.probe import probe
+from lightning_paro.cli.supar import VERBS as SUPAR
 
 __all__ = ["main"]
 
+Verb = Callable[..., None] | dict[str, Callable[..., None]]
+"""A function whose arguments are the options, or several of them by name."""
+
 ABOUT = (
-    "Lightning's subcommands, with the paro strategies known, and three of our own: plan, which computes the partition "
-    "to take, probe, which measures the network, and lisa-memory, which computes what LISA takes. See lightning-paro "
-    "plan --help, lightning-paro probe --help and lightning-paro lisa-memory --help."
+    "Lightning's subcommands, with the paro strategies known, and four of our own: plan, which computes the partition "
+    "to take, probe, which measures the network, lisa-memory, which computes what LISA takes, and supar, which sees "
+    "whether hyperparameters carry over. See lightning-paro plan --help, and so on."
 )
-VERBS: dict[str, Callable[..., None]] = {"plan": plan, "probe": probe, "lisa-memory": lisa_memory}
+VERBS: dict[str, Verb] = {
+    "plan": plan, "probe": probe, "lisa-memory": lisa_memory, "supar": SUPAR,
+}  # fmt: skip
 
 
 def main() -> None:
@@ -42,13 +48,15 @@ def main() -> None:
             sys.exit(f"lightning-paro {sys.argv[1]}: {error}")
 
 
-def _call(verb: Callable[..., None], arguments: list[str], prog: str) -> None:
-    if "config" in inspect.signature(verb).parameters:  # auto_cli has an option of this name, for a file of options
+def _call(verb: Verb, arguments: list[str], prog: str) -> None:
+    if (
+        callable(verb) and "config" in inspect.signature(verb).parameters
+    ):  # auto_cli has an option of this name, for a file of options
         parser = ArgumentParser(prog=prog, description=(verb.__doc__ or "").partition("\n")[0])
         parser.add_function_arguments(verb, as_group=False, as_positional=False)
         verb(**parser.parse_args(arguments).as_dict())
     else:
-        auto_cli(verb, args=arguments, as_positional=False, prog=prog)
+        auto_cli(verb, args=arguments, as_positional=False, prog=prog)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
@@ -76,6 +78,27 @@ def check_choices(
 
 def train(module: LightningModule, data: Any, steps: int, callbacks: Sequence[Callback], accelerator: str) -> Trainer:
     """A short training on one device that shows and keeps nothing."""
+    with _quiet():
+        return _trained(module, data, steps, callbacks, accelerator)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what Lightning tells of every Trainer."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _trained(
+    module: LightningModule, data: Any, steps: int, callbacks: Sequence[Callback], accelerator: str
+) -> Trainer:
     trainer = Trainer(
         accelerator=accelerator, devices=1, max_steps=steps, callbacks=list(callbacks), logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,

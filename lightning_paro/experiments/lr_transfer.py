@@ -90,7 +90,7 @@ class TransferReport:
             table.add_column(name, justify="left" if name == "parameterization" else "right")
         for (kind, width, density), best in self.optima().items():
             end = " (end)" if best.is_at_end else ""
-            interval = "" if best.half_width is None else f"± {best.half_width:.2f}"
+            interval = f"± {best.half_width:.2f}" if best.half_width else ""  # none of the dense model itself
             table.add_row(
                 kind, str(width), f"{density:.4g}", f"{best.log2_lr:.2f}{end}", f"{best.shift:+.2f}", interval,
                 f"{best.loss:.4f}",
