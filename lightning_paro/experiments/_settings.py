@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
+import numpy
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.seed import isolate_rng
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lightning_paro.algorithms.supar import Parameterization
@@ -76,10 +80,25 @@ def check_choices(
         raise ValueError(f"densities={densities!r}: expected numbers above 0 and up to 1.")
 
 
-def train(module: LightningModule, data: Any, steps: int, callbacks: Sequence[Callback], accelerator: str) -> Trainer:
-    """A short training on one device that shows and keeps nothing."""
-    with _quiet():
-        return _trained(module, data, steps, callbacks, accelerator)
+def train(
+    make: Make, setting: Setting, data: Any, steps: int, callbacks: Sequence[Callback], accelerator: str
+) -> LightningModule:
+    """A short training on one device that shows and keeps nothing, and leaves the random generators as they were.
+
+    What else is random, such as the order of a loader, follows from the setting's seed too.
+    """
+    with _quiet(), isolate_rng():
+        torch.manual_seed(setting.seed)
+        random.seed(setting.seed)
+        numpy.random.seed(setting.seed % 2**32)
+        module = make(setting)
+        trainer = Trainer(
+            accelerator=accelerator, devices=1, max_steps=steps, callbacks=list(callbacks), logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+            limit_val_batches=0,
+        )  # fmt: skip
+        trainer.fit(module, data)
+    return module
 
 
 @contextmanager
@@ -94,18 +113,6 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def _trained(
-    module: LightningModule, data: Any, steps: int, callbacks: Sequence[Callback], accelerator: str
-) -> Trainer:
-    trainer = Trainer(
-        accelerator=accelerator, devices=1, max_steps=steps, callbacks=list(callbacks), logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-        limit_val_batches=0,
-    )  # fmt: skip
-    trainer.fit(module, data)
-    return trainer
 
 
 def shown(settings: Sequence[Setting], what: str) -> Iterator[Setting]:

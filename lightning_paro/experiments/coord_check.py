@@ -150,7 +150,7 @@ def coord_check(
     rows: list[dict[str, Any]] = []
     for setting in shown(settings_of(parameterizations, widths, densities, seeds), "coordinate check"):
         check = CoordCheck(steps, modules)
-        train(make(setting), data, steps, [check], accelerator)
+        train(make, setting, data, steps, [check], accelerator)
         about = {key: value for key, value in setting.row().items() if key != "lr"}
         rows += [{**about, "step": r["step"], "module": r["module"], "value": r["value"]} for r in check.rows]
     return CoordReport(rows)

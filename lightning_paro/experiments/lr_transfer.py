@@ -220,7 +220,7 @@ def _run(make: Make, data: Any, setting: Setting, steps: int, mode: str, acceler
         assert setting.lr is not None
         callbacks.append(_HiddenRate(setting.lr))
         setting = Setting(setting.parameterization, setting.width, setting.density, setting.seed)
-    train(make(setting), data, steps, callbacks, accelerator)
+    train(make, setting, data, steps, callbacks, accelerator)
     last = [float(loss) for loss in losses.seen[-max(len(losses.seen) // 10, 1) :]]
     mean = statistics.fmean(last)
     return mean if math.isfinite(mean) else math.inf

@@ -196,10 +196,10 @@ class SuParPlan(Mapping[str, Entry]):
         table = Table(
             title=f"{self.parameterization}, m_d = {self.width:g}, {scales}; {len(self.sparse)} sparse tensors"
         )
-        table.add_column("tensor")
-        table.add_column("role")
+        table.add_column("tensor", overflow="fold")
+        table.add_column("role", no_wrap=True)
         for column in ("fan-in", "m_d", "ρ", "init std", "LR ×", "decay ×"):
-            table.add_column(column, justify="right")
+            table.add_column(column, justify="right", no_wrap=True)
         table.add_column("why")
         for name, entry, count in self._alike():
             std = "as built" if entry.init_std is None else f"{entry.init_std:.4g}"
