@@ -52,7 +52,7 @@ def _plain(**options: Any) -> tuple[LISA, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["eager", "aot_eager"])
 @pytest.mark.parametrize("wrap", [False, True], ids=["in place", "wrapped"])
-@pytest.mark.parametrize("embeddings", ["always", "never"])
+@pytest.mark.parametrize("embeddings", [pytest.param("always", marks=pytest.mark.full), "never"])
 def test_a_compiled_layer_has_two_variants(ahead: bool, wrap: bool, embeddings: Any) -> None:
     """Trained and frozen; with the embeddings frozen also those before which nothing is trained."""
     counting = Counting(ahead)

@@ -20,7 +20,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize(("name", "method"), [("ddp", "spawn"), ("ggg", "fork")])
+@pytest.mark.parametrize(("name", "method"), [pytest.param("ddp", "spawn", marks=pytest.mark.full), ("ggg", "fork")])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_a_started_run_equals_one_process(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

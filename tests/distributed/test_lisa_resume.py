@@ -81,7 +81,7 @@ def _on_ranks(name: str, folder: Path, cases: list[dict[str, Any]]) -> None:
     "name", ["ddp", "fsdp2", "ggg", *(pytest.param(name, marks=pytest.mark.full) for name in ("nig", "iig"))]
 )
 def test_several_ranks(pool: Pool, tmp_path: Path, name: str) -> None:
-    pool.run(_on_ranks, name, tmp_path, CASES if name == "ggg" else CASES[2:4])
+    pool.run(_on_ranks, name, tmp_path, CASES[2:4])
 
 
 def _elsewhere(path: Path, name: str) -> dict[str, Tensor]:

@@ -189,7 +189,11 @@ def _compiled_anew(loop: Alone) -> nn.Module:
 
 @pytest.mark.parametrize(
     "scenario",
-    [pytest.param(_compiled_before_sharding, marks=pytest.mark.full), _compiled_after_sharding, _compiled_anew],
+    [
+        pytest.param(_compiled_before_sharding, marks=pytest.mark.full),
+        _compiled_after_sharding,
+        pytest.param(_compiled_anew, marks=pytest.mark.full),
+    ],
 )
 def test_compiled_blocks_equal_one_process(pool: Pool, few: tuple[str, ...], scenario: Any) -> None:
     assert_as_alone(pool, scenario, few)

@@ -303,7 +303,9 @@ def _read_after_a_step(partition: str, name: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize(
+    "name", [n if n in ("compute", "data", "list") else pytest.param(n, marks=pytest.mark.full) for n in READS]
+)
 def test_whoever_reads_a_whole_parameter_after_a_step_reads_its_new_value(pool: Pool, name: str) -> None:
     for partition in ("nii", "nng", "nni"):
         for wrong in pool.run(_read_after_a_step, partition, name):

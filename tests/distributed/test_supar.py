@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_paro import ParoStrategy, state_access
 from lightning_paro.callbacks import SparseMask
+from tests.conformance.lisa_runs import Save
 from tests.distributed.pool import Pool
 from tests.distributed.supar import Net, batches, by_hand, loss_of, train
 
@@ -119,22 +120,13 @@ class ShardedConstant(Constant, Sharded):
     pass
 
 
-class Save(Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
-        if trainer.global_step == 3 and not self.path.exists():
-            trainer.save_checkpoint(self.path)
-
-
 def _resumed(name: str, path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     def run(**options: Any) -> dict[str, Tensor]:
         build = ShardedConstant if name == "fsdp2" else Constant
         settings = {**_strategy(name), "build": build, "precision": "32-true", "accumulate": 1, **options}
         return _whole(train(devices=4, **settings)[1])
 
-    return run(callbacks=[Save(path)]), run(resume=path)
+    return run(callbacks=[Save(path, 3)]), run(resume=path)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "nig", "ggg"])

@@ -300,6 +300,7 @@ def test_three_hosts_reach_each_other_through_shaped_links_and_are_gone_afterwar
 # ---- real ranks ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_two_ranks_train_alike_and_start_anew_after_a_failure(tmp_path: Path) -> None:
     options = {"model": "tiny-gpt2", "accumulate": 2, "warmup": 1, "measured": 1}
     with Cluster(hosts=2, per_host=1, gpus=0, log=tmp_path / "ranks.log") as cluster:

@@ -289,6 +289,7 @@ def test_the_configuration_names_what_is_there_and_builds_the_callback() -> None
     assert (made.num_layers, made.interval) == (2, 10)
 
 
+@pytest.mark.full
 def test_no_docstring_is_learnt_and_held_out_and_kinds_are_equally_many() -> None:
     train, held_out = lisa_minilm.labelled()
     texts = [text for text, _ in train + held_out]

@@ -290,6 +290,7 @@ def test_what_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attempt(CPU, "time", shape="tiny", batch=8, arm="full") == {"status": "out of memory"}
 
 
+@pytest.mark.full
 def test_rows_of_processes_arrive_and_those_that_failed_are_run_again(tmp_path: Path) -> None:
     good, bad = ({"measure": "memory", "shape": "tiny", "attention": "sdpa", "arm": arm} for arm in ("lisa_eh", "none"))
     deadly = {"measure": "memory", "device": "given twice"}

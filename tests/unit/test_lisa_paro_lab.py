@@ -108,6 +108,7 @@ def test_a_cluster_takes_the_place_of_its_own_kind_only(tmp_path: Path) -> None:
     assert [(part["setup"]["gpus"], part["rows"]) for part in parts] == [(2, [2]), (0, [3])]
 
 
+@pytest.mark.full
 def test_ranks_send_between_hosts_what_the_formula_says(tmp_path: Path) -> None:
     """Two hosts of one rank; flat buffers are padded by less than one in a hundred."""
     options = {"model": "tiny-gpt2", "accumulate": 2, "warmup": 2, "measured": 4}
