@@ -59,6 +59,8 @@ class SparseMask(Callback):
         self.masks: MaskState | None = None
         """Where masks come from, once the callback is set up."""
         self._dropped: dict[str, Tensor] = {}  # of this rank's parts: what is not kept
+        self._is_kept: bool | None = None  # by the optimizer: whether what is zero and has no gradient stays zero
+        self._step = 0
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -91,6 +93,7 @@ class SparseMask(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take this rank's part of every mask, and apply it to what was built or loaded."""
         assert self.masks is not None
+        self._is_kept, self._step = None, trainer.global_step
         access = state_access(trainer)
         shards = access.trainable_shards()
         self._dropped = {}
@@ -112,6 +115,25 @@ class SparseMask(Callback):
             gradient = shards[name].grad
             if gradient is not None:
                 gradient.masked_fill_(dropped, 0)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After the first step, look whether the optimizer has left masked weights at zero; if not, see to it."""
+        if trainer.global_step == self._step or self._is_kept:
+            return
+        self._step = trainer.global_step
+        access = state_access(trainer)
+        shards = access.trainable_shards()
+        if self._is_kept is None:
+            living = any(bool(shards[name].value[dropped].any()) for name, dropped in self._dropped.items())
+            self._is_kept = trainer.strategy.reduce_boolean_decision(not living, all=True)
+        if not self._is_kept:
+            with torch.no_grad():
+                for name, dropped in self._dropped.items():
+                    _clear(shards[name], dropped)
+            access.update_parameters()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

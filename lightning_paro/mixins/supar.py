@@ -90,11 +90,19 @@ class SuParMixin:
 
         Raises:
             ValueError: If an argument is not understood.
-            RuntimeError: If there is no plan yet.
+            RuntimeError: If there is no plan yet, or one with masks that no SparseMask keeps.
         """
         plan = self.supar_plan
         if plan is None:
             raise RuntimeError("there is no plan yet. HINT: call supar_setup(plan) before supar_param_groups(...).")
+        trainer = self._trainer  # type: ignore[attr-defined]
+        is_kept = trainer is None or any(isinstance(callback, SparseMask) for callback in trainer.callbacks)
+        if self.supar_masks is not None and not is_kept:
+            raise RuntimeError(
+                "the plan has masks, and no SparseMask keeps them: masked weights would be trained. HINT: "
+                "configure_callbacks of the module is to return what super().configure_callbacks() does, and more; or "
+                "Trainer(callbacks=[SparseMask()])."
+            )
         for name, value in (("lr", lr), ("weight_decay", weight_decay)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
                 raise ValueError(f"{name}={value!r} must be a number, 0 or more.")

@@ -126,6 +126,28 @@ def test_arguments() -> None:
         SparseMask(0.5, kind="magic")  # type: ignore[arg-type]
 
 
+class Stirring(torch.optim.SGD):
+    """Moves every weight, whether it has a gradient or not, as optimizers do that mix the elements of a matrix."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(0.01)
+        return loss
+
+
+def test_an_optimizer_that_moves_masked_weights_does_not_wake_them() -> None:
+    class Stirred(Plain):
+        def configure_optimizers(self) -> Any:
+            return Stirring(self.parameters(), lr=0.1)
+
+    _, module = train(build=Stirred, callbacks=[SparseMask(0.5)])
+    for name in SPARSE:
+        assert not module.get_parameter(name)[~module.state_dict()[f"{name}_mask"]].any()
+
+
 # ---- the report -----------------------------------------------------------------------------------------------------
 
 

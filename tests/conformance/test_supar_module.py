@@ -166,6 +166,25 @@ def test_the_module_brings_its_callbacks_unless_they_are_there() -> None:
     assert _kinds(trainer) == ["ParamGroupGuard"]
 
 
+def test_masks_that_nobody_keeps_are_refused() -> None:
+    class Forgetful(Net):
+        def configure_callbacks(self) -> Any:
+            return []
+
+    with pytest.raises(
+        RuntimeError, match="no SparseMask keeps them: .* HINT: configure_callbacks of the module is to"
+    ):
+        train(build=Forgetful)
+    train(build=Forgetful, callbacks=[SparseMask()], steps=1)
+
+
+def test_rows_for_padding_stay_zero() -> None:
+    module = Outer()
+    module.model.inward = nn.Embedding(11, WIDTH, padding_idx=3)
+    module.supar_setup(plan_of(module.model))
+    assert (module.model.inward.weight == 0).all(1).tolist() == [row == 3 for row in range(11)]
+
+
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 

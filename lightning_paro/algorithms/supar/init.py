@@ -52,6 +52,7 @@ def initialize(model: nn.Module, plan: SuParPlan, prefix: str = "") -> None:
         ValueError: If a tensor is on the meta device, or sharded.
     """
     parameters = dict(model.named_parameters())
+    padding = {id(m.weight): m.padding_idx for m in model.modules() if isinstance(m, nn.Embedding)}
     for name, entry in plan.items():
         parameter = parameters[prefix + name]
         if parameter.is_meta or isinstance(parameter, DTensor):
@@ -65,5 +66,7 @@ def initialize(model: nn.Module, plan: SuParPlan, prefix: str = "") -> None:
             if entry.init_std:
                 drawn.normal_(0, entry.init_std, generator=generator_of(plan.masks.seed, f"init {name}"))
             parameter.copy_(drawn)
+            if (row := padding.get(id(parameter))) is not None:
+                parameter[row] = 0  # which is never trained
         if entry.rho < 1:
             parameter.mul_(plan.mask(name).to(parameter.device))
