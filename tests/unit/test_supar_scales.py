@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from lightning_paro.algorithms.supar import SuParPlan, scale_forward
 
@@ -152,6 +172,26 @@ def test_a_model_can_be_copied_and_pickled() -> None:
     scale_forward(model, plan_of(model))
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(logits(again), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("config", "build", "expected"),
+    [
+        (MistralConfig, MistralForCausalLM, 1 / 8), (Qwen2Config, Qwen2ForCausalLM, 1 / 8),
+        (GPTNeoXConfig, GPTNeoXForCausalLM, 1 / 8), (BertConfig, BertForMaskedLM, 1 / 8),
+        (OPTConfig, OPTForCausalLM, 1 / 8), (PhiConfig, PhiForCausalLM, 1 / 8),
+    ],
+)  # fmt: skip
+def test_attention_of_other_families(config: Any, build: Any, expected: float) -> None:
+    sizes = {**SIZES, "num_key_value_heads": 4, "ffn_dim": 48, "word_embed_proj_dim": 32, "head_dim": 8}
+    model = build(config(**sizes))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        scale_forward(model, plan_of(model))
+    found = [m.scaling for m in model.modules() if isinstance(getattr(m, "scaling", None), float)]
+    assert found
+    assert found == pytest.approx([expected] * len(found))
+    assert logits(model).isfinite().all()
 
 
 class OwnAttention(nn.Module):

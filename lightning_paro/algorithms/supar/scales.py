@@ -109,12 +109,11 @@ class MultipliedQuery:
 def _scale_attention(model: nn.Module) -> None:
     """1 / d_head in place of 1 / √d_head."""
     for name, module in model.named_modules():
+        head_dim = _head_dim(module)
         if isinstance(module, nn.MultiheadAttention):
             module.register_forward_pre_hook(MultipliedQuery(module.head_dim**-0.5), with_kwargs=True)
-        elif _is_known(module):
-            config = getattr(module, "config", None)
-            head_dim = int(module.head_dim)
-            is_granite = hasattr(config, "attention_multiplier")
+        elif head_dim is not None:
+            is_granite = hasattr(getattr(module, "config", None), "attention_multiplier")
             module.scaling = 1 / head_dim if is_granite else float(module.scaling) * head_dim**-0.5
         elif type(module).__name__.endswith("Attention") and not any(map(_is_known, module.modules())):
             warnings.warn(
@@ -124,10 +123,15 @@ def _scale_attention(model: nn.Module) -> None:
             )
 
 
+def _head_dim(module: nn.Module) -> int | None:
+    """Of attention of transformers that has its factor in an attribute."""
+    names = ("head_dim", "head_size", "attention_head_size")
+    sizes = [size for name in names if isinstance(size := getattr(module, name, None), int)]
+    return sizes[0] if sizes and isinstance(getattr(module, "scaling", None), float) else None
+
+
 def _is_known(module: nn.Module) -> bool:
-    """Attention of torch, or of transformers, which has its factor in an attribute."""
-    has_factor = isinstance(getattr(module, "scaling", None), float) and hasattr(module, "head_dim")
-    return has_factor or isinstance(module, nn.MultiheadAttention)
+    return isinstance(module, nn.MultiheadAttention) or _head_dim(module) is not None
 
 
 def _configure(modules: list[nn.Module], plan: SuParPlan) -> None:
