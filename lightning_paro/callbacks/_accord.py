@@ -12,11 +12,12 @@ __all__ = ["in_accord"]
 
 
 @contextmanager
-def in_accord(who: str, describe: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
+def in_accord(who: str, world_size: int, describe: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
     """What is refused inside on one rank is refused on all, and so is what they would do differently. Collective.
 
     Args:
         who: Name of what asks, for the message.
+        world_size: Number of ranks of the training, which need not be that of a process group around it.
         describe: Called where nothing was refused: what must be the same on all ranks, by name.
 
     Raises:
@@ -27,7 +28,7 @@ def in_accord(who: str, describe: Callable[[], Mapping[str, Any]]) -> Iterator[N
         yield
     except ValueError as error:
         refusal = error
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if world_size == 1:
         if refusal is not None:
             raise refusal
         return

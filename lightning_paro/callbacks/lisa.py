@@ -153,13 +153,15 @@ class LISA(Callback):
             with contextlib.suppress(ValueError):  # they may not be there before configure_model
                 for layer in dissect(pl_module, self.layers).layers.values():
                     layers |= layer
-            with in_accord("LISA", lambda: {"model": {name: p.numel() for name, p in layers.items()}}):
+            with in_accord(
+                "LISA", trainer.world_size, lambda: {"model": {name: p.numel() for name, p in layers.items()}}
+            ):
                 pass  # DDP would wait for ever for what a rank does not have
             postpone_ddp(pl_module, layers.values())
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        with in_accord("LISA", self._described):
+        with in_accord("LISA", trainer.world_size, self._described):
             self._prepare(trainer, pl_module)
         self.seed = trainer.strategy.broadcast(self.seed)  # ranks may have drawn it themselves
         expect_state_of_some(trainer.strategy, self._parts.all)

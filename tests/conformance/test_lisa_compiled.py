@@ -125,7 +125,7 @@ def _lightning_module_in_place() -> Any:
 @pytest.mark.parametrize(
     ("build", "name"),
     [
-        (_inner_wrapped, "'model'"),
+        pytest.param(_inner_wrapped, "'model'", marks=pytest.mark.full),
         (_inner_in_place, "'model'"),
         (_lightning_module, "'Silent'"),
         (_lightning_module_in_place, "'Silent'"),
