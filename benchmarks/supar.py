@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -64,8 +63,6 @@ def main() -> None:
     check.add_argument("--out", type=Path, default=RESULTS / "supar_coords.json")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", message="an output of")  # sparser than the rules are known to hold for
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
     {"coords": coords}[arguments.command](arguments)
 
 

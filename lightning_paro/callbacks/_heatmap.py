@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_paro.callbacks import _reports
 
 __all__ = ["Period", "draw_heatmap", "write_heatmap", "write_table"]
 
@@ -32,11 +31,10 @@ def write_heatmap(folder: str, loggers: Sequence[Logger], names: Sequence[str], 
     except ImportError:
         rank_zero_info(f"LISA wrote {folder}/lisa.csv; for a picture: pip install 'lightning_paro[plots]'.")
         return
-    with _told(f"{folder}/lisa.png"):
+    with _reports.told("LISA", f"{folder}/lisa.png"):
         figure = Figure(figsize=(8, 1 + 0.16 * len(names)), layout="constrained")
         draw_heatmap(figure, names, periods)
-        with get_filesystem(folder).open(f"{folder}/lisa.png", "wb") as file:
-            figure.savefig(file, dpi=150, format="png")
+        _reports.save_figure(figure, f"{folder}/lisa.png")
         for logger in loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_figure("lisa", figure, global_step=periods[-1][1])
@@ -45,23 +43,8 @@ def write_heatmap(folder: str, loggers: Sequence[Logger], names: Sequence[str], 
 
 def write_table(folder: str, names: Sequence[str], periods: Sequence[Period]) -> None:
     """Write ``lisa.csv`` into a folder; what fails is told."""
-    files = get_filesystem(folder)
-    with _told(f"{folder}/lisa.csv"):
-        files.makedirs(folder, exist_ok=True)
-        with files.open(f"{folder}/lisa.csv", "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(["period", "step", *names])
-            for number, step, active in periods:
-                writer.writerow([number, step, *(int(index in active) for index in range(len(names)))])
-
-
-@contextmanager
-def _told(path: str) -> Iterator[None]:
-    """A report that cannot be written is no reason to lose a training, nor its last checkpoint."""
-    try:
-        yield
-    except Exception as error:
-        rank_zero_warn(f"LISA could not write {path}: {type(error).__name__}: {error}. Training goes on.")
+    rows = ([number, step, *(int(i in active) for i in range(len(names)))] for number, step, active in periods)
+    _reports.write_table("LISA", f"{folder}/lisa.csv", ["period", "step", *names], rows)
 
 
 def draw_heatmap(figure: Any, names: Sequence[str], periods: Sequence[Period]) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from typing import Any
 
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_paro.algorithms.supar.activations import Activations, watched
+from lightning_paro.callbacks import _reports
 
 __all__ = ["CoordCheck"]
 
@@ -93,12 +92,7 @@ class CoordCheck(Callback):
 
 
 def _write(folder: str, rows: Sequence[dict[str, Any]]) -> None:
-    files = get_filesystem(folder)
-    files.makedirs(folder, exist_ok=True)
-    with files.open(f"{folder}/coord_check.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    _reports.write_table("CoordCheck", f"{folder}/coord_check.csv", list(rows[0]), (list(row.values()) for row in rows))
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -115,6 +109,6 @@ def _write(folder: str, rows: Sequence[dict[str, Any]]) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel("mean absolute activation")
     axes.legend(fontsize="xx-small", loc="center left", bbox_to_anchor=(1, 0.5))
-    with files.open(f"{folder}/coord_check.png", "wb") as file:
-        figure.savefig(file, dpi=150, format="png")
-    rank_zero_info(f"CoordCheck wrote {folder}/coord_check.png, and coord_check.csv beside it.")
+    with _reports.told("CoordCheck", f"{folder}/coord_check.png"):
+        _reports.save_figure(figure, f"{folder}/coord_check.png")
+        rank_zero_info(f"CoordCheck wrote {folder}/coord_check.png, and coord_check.csv beside it.")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 from rich.console import Console
@@ -16,6 +14,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_paro.algorithms.supar import MaskState
+from lightning_paro.callbacks import _reports
 from lightning_paro.callbacks.sparse_mask import SparseMask
 from lightning_paro.state_access import state_access
 
@@ -68,12 +67,8 @@ class SparsityReport(Callback):
                 logger.log_metrics({"sparsity/density": 1 - masked / total}, trainer.global_step)
         folder = trainer.log_dir if trainer.loggers else None
         if folder is not None and trainer.is_global_zero:
-            files = get_filesystem(folder)
-            files.makedirs(folder, exist_ok=True)
-            with files.open(f"{folder}/sparsity.csv", "w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, self.rows[0])
-                writer.writeheader()
-                writer.writerows(self.rows)
+            rows = (list(row.values()) for row in self.rows)
+            _reports.write_table("SparsityReport", f"{folder}/sparsity.csv", list(self.rows[0]), rows)
 
 
 def _masks_of(trainer: Trainer, module: nn.Module) -> MaskState | None:

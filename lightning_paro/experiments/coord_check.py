@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from rich.table import Table
 from lightning_paro.algorithms.supar import Parameterization
 from lightning_paro.callbacks import CoordCheck
 from lightning_paro.experiments._settings import Make, check_choices, settings_of, shown, train
+from lightning_paro.experiments._written import panels, write_rows
 
 __all__ = ["CoordReport", "coord_check"]
 
@@ -68,10 +68,7 @@ class CoordReport:
 
     def write_csv(self, path: str | Path) -> None:
         """Write the rows."""
-        with Path(path).open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self.rows[0])
-            writer.writeheader()
-            writer.writerows(self.rows)
+        write_rows(path, self.rows)
 
     def write_json(self, path: str | Path) -> None:
         """Write the means over seeds."""
@@ -89,30 +86,16 @@ class CoordReport:
         Raises:
             ImportError: If there is no matplotlib.
         """
-        from matplotlib.figure import Figure
-
         means = self.means()
         names = list(modules) or list(dict.fromkeys(key[3] for key in means))
-        panels = list(dict.fromkeys((key[0], key[1]) for key in means))
+        models = list(dict.fromkeys((key[0], key[1]) for key in means))
         last = max(key[4] for key in means)
-        figure = Figure(figsize=(3.2 * len(panels), 3.4), layout="constrained")
-        for axes, (kind, width) in zip(
-            figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True
-        ):
-            for name in names:
-                mine = sorted(
-                    (key[2], value)
-                    for key, value in means.items()
-                    if key[:2] == (kind, width) and key[3:] == (name, last)
-                )
-                axes.plot([density for density, _ in mine], [value for _, value in mine], marker=".", label=name)
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-            axes.set_xlabel("density")
-            axes.set_title(f"{kind}, width {width}", fontsize=10)
-        axes.legend(fontsize="xx-small")
-        figure.axes[0].set_ylabel(f"mean absolute activation, step {last}")
-        figure.savefig(path, dpi=150)
+        with panels(path, models, "density", f"mean absolute activation, step {last}") as every:
+            for axes, model in zip(every, models, strict=True):
+                for name in names:
+                    mine = sorted((k[2], v) for k, v in means.items() if k[:2] == model and k[3:] == (name, last))
+                    axes.plot([density for density, _ in mine], [v for _, v in mine], marker=".", label=name)
+                axes.set_yscale("log")
 
 
 def coord_check(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import statistics
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from lightning_paro.algorithms.supar import Parameterization
 from lightning_paro.experiments._settings import Make, Setting, check_choices, settings_of, shown, train
+from lightning_paro.experiments._written import panels, write_rows
 
 __all__ = ["Optimum", "TransferReport", "lr_transfer_sweep"]
 
@@ -99,10 +99,7 @@ class TransferReport:
 
     def write_csv(self, path: str | Path) -> None:
         """Write the rows."""
-        with Path(path).open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self.rows[0])
-            writer.writeheader()
-            writer.writerows(self.rows)
+        write_rows(path, self.rows)
 
     def plot(self, path: str | Path) -> None:
         """Draw mean loss against learning rate, a panel a parameterization and width, a line a density.
@@ -110,23 +107,13 @@ class TransferReport:
         Raises:
             ImportError: If there is no matplotlib.
         """
-        from matplotlib.figure import Figure
-
         losses = self._losses()
-        panels = list(dict.fromkeys(model[:2] for model in losses))
-        figure = Figure(figsize=(3.2 * len(panels), 3.4), layout="constrained")
-        for axes, panel in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
+        models = list(dict.fromkeys(model[:2] for model in losses))
+        with panels(path, models, "learning rate", "loss") as every:
             for model, by_seed in losses.items():
-                if model[:2] == panel:
-                    lrs = sorted(next(iter(by_seed.values())))
-                    means = [statistics.fmean(by_seed[seed][lr] for seed in by_seed) for lr in lrs]
-                    axes.plot(lrs, means, marker=".", label=f"ρ = {model[2]:.4g}")
-            axes.set_xscale("log", base=2)
-            axes.set_xlabel("learning rate")
-            axes.set_title(f"{panel[0]}, width {panel[1]}", fontsize=10)
-        axes.legend(fontsize="x-small")
-        figure.axes[0].set_ylabel("loss")
-        figure.savefig(path, dpi=150)
+                lrs = sorted(next(iter(by_seed.values())))
+                means = [statistics.fmean(by_seed[seed][lr] for seed in by_seed) for lr in lrs]
+                every[models.index(model[:2])].plot(lrs, means, marker=".", label=f"ρ = {model[2]:.4g}")
 
 
 def best_log2(losses: Mapping[float, float]) -> tuple[float, bool]:
@@ -194,22 +181,20 @@ def lr_transfer_sweep(
         raise ValueError(f"lrs={lrs!r}: expected two or more different positive numbers.")
     if mode not in ("global", "hidden"):
         raise ValueError(f"mode={mode!r} is not understood: expected 'global' or 'hidden'.")
-    about = {"mode": mode, "steps": steps}
-    rows = _earlier(path, about)
-    done = {tuple(row[key] for key in ("parameterization", "width", "density", "seed", "lr")) for row in rows}
+    losses = _earlier(path, {"mode": mode, "steps": steps})
     settings = settings_of(parameterizations, widths, densities, seeds, lrs)
     for setting in shown(settings, "learning rates"):
-        row = setting.row()
-        if tuple(row[key] for key in ("parameterization", "width", "density", "seed", "lr")) in done:
+        if setting in losses:
             continue
-        row["loss"] = _run(make, data, setting, steps, mode, accelerator)
-        rows.append(row)
+        losses[setting] = _run(make, data, setting, steps, mode, accelerator)
         if path is not None:
             with Path(path).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-    asked = {(s.parameterization, s.width, s.density, s.seed, s.lr) for s in settings}
-    keys = ("parameterization", "width", "density", "seed", "lr")
-    return TransferReport([row for row in rows if tuple(row[key] for key in keys) in asked])
+                file.write(json.dumps(_row(setting, losses[setting])) + "\n")
+    return TransferReport([_row(setting, losses[setting]) for setting in settings])
+
+
+def _row(setting: Setting, loss: float) -> dict[str, Any]:
+    return setting.row() | {"loss": loss}
 
 
 def _run(make: Make, data: Any, setting: Setting, steps: int, mode: str, accelerator: str) -> float:
@@ -264,15 +249,15 @@ class _HiddenRate(Callback):
             )
 
 
-def _earlier(path: str | Path | None, about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The runs of a file; one that is not there is begun."""
+def _earlier(path: str | Path | None, about: Mapping[str, Any]) -> dict[Setting, float]:
+    """The losses of a file, by run; one that is not there is begun."""
     if path is None:
-        return []
+        return {}
     if not Path(path).exists():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(about) + "\n", encoding="utf-8")
-        return []
+        return {}
     head, *rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
     if head != about:
         raise ValueError(f"{path} is of another sweep: {head} there, {dict(about)} here. HINT: give another file.")
-    return rows
+    return {Setting(**{key: value for key, value in row.items() if key != "loss"}): row["loss"] for row in rows}

@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from benchmarks.lab.supar_models import Block
 from lightning_paro.algorithms.supar import SuParPlan
 from lightning_paro.callbacks import CoordCheck
 from lightning_paro.experiments import CoordReport, Setting, coord_check
@@ -24,17 +25,6 @@ from tests.distributed.supar import Net, train
 
 BASE, VOCABULARY = 64, 32
 DENSITIES = (1.0, 1 / 8, 1 / 64)
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, width)
-        self.down = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))  # type: ignore[no-any-return]
 
 
 class Residual(SuParMixin, LightningModule):

@@ -17,7 +17,7 @@ from tests.conformance.lisa_runs import Save, fit, loader, values
 from tests.conformance.support import by_default
 from tests.distributed.lisa import INTERVAL, TABLE, Net, batches, loss_of, table, train
 from tests.distributed.pool import Pool
-from tests.distributed.test_lisa import _whole
+from tests.distributed.strategies import whole_values
 from tests.distributed.test_lisa_resume import _on
 
 STEPS = 11
@@ -78,9 +78,9 @@ def _boundary_on_ranks(name: str, folder: Path, policy: str) -> None:
     trainer, module, first = train(
         callbacks=[Save(path, 2 * INTERVAL)], **{**common, **_on(name), "precision": "32-true"}
     )
-    whole = _whole(trainer, module)
+    whole = whole_values(module)
     trainer, module, second = train(resume=path, **{**common, **_on(name), "precision": "32-true"})
-    _assert_equal((first, whole), (second, _whole(trainer, module)))
+    _assert_equal((first, whole), (second, whole_values(module)))
 
 
 @pytest.mark.parametrize("name", by_default("ddp", "ggg", of=["ddp", "fsdp2", "nig", "ggg"]))

@@ -7,37 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import FSDPStrategy
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_paro.callbacks import SparseMask, SparsityReport
 from tests.conformance.lisa_runs import quiet
-from tests.distributed.supar import WIDTH, Layer, Net, loss_of, train
+from tests.distributed.supar import LAYERS, Net, Plain, train
 
-
-class Plain(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
-        self.head = nn.Linear(WIDTH, 11)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)  # type: ignore[no-any-return]
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        return loss_of(self, batch)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-SPARSE = [f"layers.{layer}.{name}.weight" for layer in range(2) for name in ("up", "down")]
+SPARSE = [f"layers.{layer}.{name}.weight" for layer in range(LAYERS) for name in ("up", "down")]
 
 
 def _densities(module: nn.Module) -> dict[str, float]:

@@ -28,16 +28,14 @@ class Layer(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))  # type: ignore[no-any-return]
 
 
-class Net(SuParMixin, LightningModule):
+class Plain(LightningModule):
     """An embedding, layers of sizes that divide by nothing, and a head."""
 
-    def __init__(self, density: float = 0.5, seed: int = 1, **options: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, WIDTH)
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
         self.head = nn.Linear(WIDTH, 11)
-        plan = {"base_width": BASE, "density": density, "seed": seed, "init_std": 0.3, "alpha_input": 2.0, **options}
-        self.supar_setup(SuParPlan.from_model(self, **plan))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -47,6 +45,18 @@ class Net(SuParMixin, LightningModule):
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         return loss_of(self, batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=LR)
+
+
+class Net(SuParMixin, Plain):
+    """The same, with a plan."""
+
+    def __init__(self, density: float = 0.5, seed: int = 1, **options: Any) -> None:
+        super().__init__()
+        plan = {"base_width": BASE, "density": density, "seed": seed, "init_std": 0.3, "alpha_input": 2.0, **options}
+        self.supar_setup(SuParPlan.from_model(self, **plan))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.supar_param_groups(LR, DECAY), eps=1e-5)

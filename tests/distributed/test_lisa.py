@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
-from lightning_paro import ParoStrategy, state_access
+from lightning_paro import state_access
 from tests.distributed.lisa import INTERVAL, LAYERS, TABLE, Net, by_hand, rank, train
 from tests.distributed.pool import Pool
+from tests.distributed.strategies import FullyShards, strategy_of, whole_values
 
 STEPS = 5 * INTERVAL + 1
 POLICIES = ["drop_frozen", "reset_all", "offload", "keep"]
@@ -51,37 +49,19 @@ def expected(step: int) -> set[str]:
     return OUTSIDE | inside
 
 
-class Sharded(Net):
+class Sharded(FullyShards, Net):
     """For FSDP2."""
-
-    def configure_model(self) -> None:
-        for layer in self.layers:
-            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
-        fully_shard(self, mesh=self.device_mesh["data_parallel"])
-
-
-def _whole(trainer: Trainer, module: LightningModule) -> dict[str, Tensor]:
-    """The trained values, after the strategy was torn down."""
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in module.named_parameters()
-    }
 
 
 def _strategy(name: str) -> dict[str, Any]:
-    if name == "ddp":
-        return {"strategy": DDPStrategy(process_group_backend="gloo")}
-    if name == "fsdp2":
-        strategy = ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1)
-        return {"strategy": strategy, "build": Sharded, "precision": "32-true"}
-    return {"strategy": ParoStrategy(name, group_size=2)}
+    return strategy_of(name, Sharded)
 
 
 def _on_ranks(name: str, policy: str, **options: Any) -> Any:
     watch = Watch()
     options = {**_strategy(name), "steps": STEPS, "callbacks": [watch], "state_policy": policy, **options}
     trainer, module, lisa = train(devices=4, **options)
-    return _whole(trainer, module), watch.seen()
+    return whole_values(module), watch.seen()
 
 
 def _compare(found: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
@@ -94,7 +74,7 @@ def _compare(found: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
 def test_one_device_equals_one_optimizer_a_layer(policy: str) -> None:
     watch = Watch()
     trainer, module, lisa = train(steps=STEPS, state_policy=policy, callbacks=[watch])
-    _compare(_whole(trainer, module), by_hand(STEPS, policy=policy))
+    _compare(whole_values(module), by_hand(STEPS, policy=policy))
     assert [active for _, _, active in lisa.periods] == TABLE
     assert [step for _, step, _ in lisa.periods] == [INTERVAL * k for k in range(6)]
     _check(watch.seen(), policy)
@@ -182,7 +162,7 @@ class Unequal(Net):
 
 def _from_unequal() -> Any:
     trainer, module, _ = train(devices=4, steps=4, build=Unequal, **_strategy("ddp"))
-    return _whole(trainer, module)
+    return whole_values(module)
 
 
 def test_under_ddp_rank_0_begins(pool: Pool) -> None:

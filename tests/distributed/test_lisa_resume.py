@@ -14,7 +14,8 @@ from torch import Tensor
 from lightning_paro.callbacks import LISA
 from tests.distributed.lisa import INTERVAL, Net, batches, train
 from tests.distributed.pool import Pool
-from tests.distributed.test_lisa import Sharded, _strategy, _whole
+from tests.distributed.strategies import whole_values
+from tests.distributed.test_lisa import Sharded, _strategy
 
 STEPS, SAVED = 3 * INTERVAL + 2, INTERVAL + 1
 CASES = [
@@ -50,9 +51,9 @@ def both_ways(path: Path, name: str = "", **options: Any) -> tuple[dict[str, Ten
     """Parameters after a run, and after one that was resumed in it."""
     common = {"steps": STEPS, "accumulate": 1, "build": Constant, "precision": "32-true", **options}
     trainer, module, straight = train(callbacks=[Save(path)], **{**common, **_on(name)})
-    whole = _whole(trainer, module)
+    whole = whole_values(module)
     trainer, module, resumed = train(resume=path, **{**common, **_on(name)})
-    return whole, _whole(trainer, module), straight, resumed
+    return whole, whole_values(module), straight, resumed
 
 
 def _on(name: str) -> dict[str, Any]:
@@ -94,7 +95,7 @@ def _elsewhere(path: Path, name: str) -> dict[str, Tensor]:
         "precision": "32-true",
     }
     trainer, module, _ = train(resume=path, **{**options, **_on(name)})
-    return _whole(trainer, module)
+    return whole_values(module)
 
 
 def test_a_checkpoint_of_shards_goes_on_in_one_process(pool: Pool, tmp_path: Path) -> None:

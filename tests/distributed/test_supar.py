@@ -7,26 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
-from lightning_paro import ParoStrategy, state_access
+from lightning_paro import state_access
 from lightning_paro.callbacks import SparseMask
 from tests.conformance.lisa_runs import Save
 from tests.distributed.pool import Pool
+from tests.distributed.strategies import FullyShards, strategy_of, whole_values
 from tests.distributed.supar import Net, batches, by_hand, loss_of, train
 
 
-class Sharded(Net):
+class Sharded(FullyShards, Net):
     """For FSDP2."""
-
-    def configure_model(self) -> None:
-        for layer in self.layers:
-            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
-        fully_shard(self, mesh=self.device_mesh["data_parallel"])
 
 
 class Living(Callback):
@@ -47,26 +40,10 @@ class Living(Callback):
                     self.found.append(name)
 
 
-def _whole(module: LightningModule) -> dict[str, Tensor]:
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in module.named_parameters()
-    }
-
-
-def _strategy(name: str) -> dict[str, Any]:
-    if name == "ddp":
-        return {"strategy": DDPStrategy(process_group_backend="gloo")}
-    if name == "fsdp2":
-        strategy = ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1)
-        return {"strategy": strategy, "build": Sharded, "precision": "32-true"}
-    return {"strategy": ParoStrategy(name, group_size=2)}
-
-
 def _on_ranks(name: str, **options: Any) -> tuple[dict[str, Tensor], list[str], int]:
     living = Living()
-    _, module = train(devices=4, callbacks=[living], **{**_strategy(name), **options})
-    return _whole(module), living.found, living.kept
+    _, module = train(devices=4, callbacks=[living], **{**strategy_of(name, Sharded), **options})
+    return whole_values(module), living.found, living.kept
 
 
 def _compare(found: dict[str, Tensor], truth: dict[str, Tensor], close: float) -> None:
@@ -79,7 +56,7 @@ def _compare(found: dict[str, Tensor], truth: dict[str, Tensor], close: float) -
 def test_one_device_equals_training_by_hand() -> None:
     living = Living()
     _, module = train(callbacks=[living])
-    _compare(_whole(module), by_hand(), 1e-10)
+    _compare(whole_values(module), by_hand(), 1e-10)
     assert not living.found
     assert not living.kept or living.kept == sum(module.supar_plan.mask(n).numel() for n in module.supar_plan.sparse)  # type: ignore[union-attr,operator]
 
@@ -122,9 +99,8 @@ class ShardedConstant(Constant, Sharded):
 
 def _resumed(name: str, path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     def run(**options: Any) -> dict[str, Tensor]:
-        build = ShardedConstant if name == "fsdp2" else Constant
-        settings = {**_strategy(name), "build": build, "precision": "32-true", "accumulate": 1, **options}
-        return _whole(train(devices=4, **settings)[1])
+        settings = {"build": Constant, **strategy_of(name, ShardedConstant), "precision": "32-true", "accumulate": 1}
+        return whole_values(train(devices=4, **settings, **options)[1])
 
     return run(callbacks=[Save(path, 3)]), run(resume=path)
 
