@@ -74,7 +74,7 @@ def main() -> None:
         densities=DENSITIES,
         seeds=[0],
         modules=BLOCKS,
-        accelerator="cpu",
+        trainer={"accelerator": "cpu"},
     )
     console.print(report)
     trainer = Trainer(

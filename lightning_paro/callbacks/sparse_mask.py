@@ -1,8 +1,9 @@
-"""Static sparsity in training: what a mask does not keep has no gradient, no moments, and is zero."""
+"""Sparsity in training: what a mask does not keep has no gradient, no moments, and is zero."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,21 +13,32 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_paro.algorithms.supar import Masks, MaskState, SuParPlan
+from lightning_paro.algorithms.supar.dynamic import Rule
 from lightning_paro.algorithms.supar.masks import Kind
 from lightning_paro.algorithms.supar.roles import find_roles, width_of
+from lightning_paro.callbacks._dynamic_masks import DynamicMasks
 from lightning_paro.state_access import Shard, state_access
 
 __all__ = ["SparseMask"]
 
 
 class SparseMask(Callback):
-    """Trains with masks that are drawn before training and stay.
+    """Trains with masks that are drawn before training and stay, or with ``dynamic`` follow magnitudes.
 
     A module that was set up with a :class:`~lightning_paro.algorithms.supar.SuParPlan` has its masks from there, and
     needs no arguments here. Of any other module the projections of the blocks are made sparse; nothing else is changed.
     Masks depend on the seed and on the parameters' names only, so they are the same on every rank. The state dict has
     them, in module and checkpoint, as bool tensors of the parameter's shape under its name with ``_mask`` behind; one
     that is loaded wins over the seed's. A rank keeps only what its own part of each parameter needs.
+
+    Dynamic masks change after every so many steps, right before the next step of the optimizer. ``"rigl"`` begins with
+    the drawn masks, drops the smallest living weights and grows as many where the gradient is largest; the share that
+    is dropped falls as a cosine. ``"gmp"`` begins dense, also the initial values, and keeps the largest weights, down
+    to ``density`` as a cube; a plan with masks is for weights that are sparse from the start, so it is refused. In the
+    original RigL the change takes the place of a step; here the step follows: what is dropped or grown is zero with
+    moments of zero, and the gradient is that of the new mask. Masks are in the state dict, so a resumed training goes
+    on with those it had. Every rank has them whole on the host, one byte a weight. A warning says that hyperparameters
+    do not carry over.
 
     Args:
         density: Share of weights that are kept; None is the module's plan.
@@ -37,9 +49,18 @@ class SparseMask(Callback):
         m: Of ``kind="nm"``: of so many neighbours along the fan-in.
         block: Side of the squares of ``kind="block"``.
         path: File of the masks of ``kind="file"``.
+        dynamic: None for static masks, ``"rigl"``, also with the masks of a plan, or ``"gmp"``.
+        every: Of dynamic masks: steps from one change to the next.
+        drop_fraction: Of ``"rigl"``: share of living weights that are dropped at first.
+        until: Of dynamic masks: share of the training's steps after which they stay.
 
     Raises:
-        ValueError: If an argument is not understood, or the module has a plan and there are arguments as well.
+        ValueError: If an argument is not understood, the module has a plan and there are arguments for other masks, or
+            masks are dynamic and the training has no known end.
+
+    References: Evci et al., "Rigging the lottery: Making all tickets winners", ICML 2020, with their cosine until three
+    quarters of the training; Zhu and Gupta, "To prune, or not to prune", 2017. Dey et al. change masks every 100 steps
+    and drop 0.3.
     """
 
     def __init__(
@@ -52,7 +73,14 @@ class SparseMask(Callback):
         m: int = 4,
         block: int = 16,
         path: str | None = None,
+        dynamic: Rule | None = None,
+        every: int = 100,
+        drop_fraction: float = 0.3,
+        until: float = 0.75,
     ) -> None:
+        self._dynamic = DynamicMasks(dynamic, every, drop_fraction, until) if dynamic is not None else None
+        if self._dynamic is not None:
+            self._dynamic.check_kind(kind)
         is_asked = density is not None or kind in ("nm", "file")
         self._masks = Masks(kind, 1.0 if density is None else density, n, m, block, path, seed) if is_asked else None
         self._exclude = tuple(exclude)
@@ -64,24 +92,38 @@ class SparseMask(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        own: MaskState | None = getattr(pl_module, "supar_masks", None)
-        if own is not None and self._masks is not None:
-            raise ValueError(
-                f"{type(pl_module).__name__} has the masks of its plan, and SparseMask has arguments for others. HINT: "
-                "SparseMask() without arguments, and the density in SuParPlan.from_model."
-            )
         if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):
             raise ValueError(
                 f"{type(trainer.strategy).__name__} does not say which part of a parameter a rank holds, so masks "
                 "cannot be kept. HINT: Trainer(strategy='paro_ggg'), ModelParallelStrategy, or DDP."
             )
+        is_later = hasattr(pl_module, "supar_plan") and pl_module.supar_plan is None and self._masks is None
+        if not is_later:  # else the plan is made in configure_model
+            self._find_masks(pl_module, stage)
+
+    def _find_masks(self, module: LightningModule, stage: str) -> None:
+        """Those of the module's plan, or else of the arguments."""
+        own: MaskState | None = getattr(module, "supar_masks", None)
+        name = type(module).__name__
+        if own is not None and self._masks is not None:
+            raise ValueError(
+                f"{name} has the masks of its plan, and SparseMask has arguments for others. HINT: SparseMask() "
+                "without arguments, and the density in SuParPlan.from_model."
+            )
         if own is not None:
+            if self._dynamic is not None:
+                self._dynamic.check_plan(name, own.plan(module).masks)
             self.masks = own
         elif self.masks is None:
-            if self._masks is None and stage == "fit" and not hasattr(pl_module, "supar_plan"):
-                raise ValueError("SparseMask() has no density, and the module no plan. HINT: SparseMask(density=0.25).")
-            self.masks = MaskState(self._plan)
-            self.masks.attach(pl_module)
+            is_planned = getattr(module, "supar_plan", None) is not None
+            if self._masks is None and (self._dynamic is not None or not is_planned):
+                if stage != "fit":
+                    return
+                plan = "a dense plan" if is_planned else "no plan"
+                raise ValueError(f"SparseMask() has no density, and the module {plan}. HINT: SparseMask(density=0.25).")
+            is_dense_first = self._dynamic is not None and self._dynamic.rule == "gmp"
+            self.masks = MaskState(self._plan, is_dense_first=is_dense_first)
+            self.masks.attach(module)
 
     def _plan(self, module: nn.Module) -> SuParPlan:
         """Masks alone: with a width multiplier of 1 and as SP nothing else follows from it."""
@@ -92,16 +134,16 @@ class SparseMask(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take this rank's part of every mask, and apply it to what was built or loaded."""
+        self._find_masks(pl_module, "fit")
         assert self.masks is not None
         self._is_kept, self._step = None, trainer.global_step
         access = state_access(trainer)
         shards = access.trainable_shards()
-        self._dropped = {}
-        for name in self.masks.names(pl_module):
-            if name in shards:
-                shard = shards[name]
-                kept = self.masks.mask(pl_module, name).flatten()[shard.offset : shard.offset + shard.value.numel()]
-                self._dropped[name] = ~kept.view(shard.value.shape).to(shard.value.device)
+        names = self.masks.names(pl_module)
+        if self._dynamic is not None:
+            sizes = {name: math.prod(self.masks.entry(pl_module, name).shape) for name in names}
+            self._dynamic.begin(trainer, sizes, shards)
+        self._dropped = {n: ~_part(self.masks.mask(pl_module, n), shards[n]) for n in names if n in shards}
         with torch.no_grad():
             for name, dropped in self._dropped.items():
                 _clear(shards[name], dropped)
@@ -109,12 +151,27 @@ class SparseMask(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Before gradients are clipped: of what is not kept they are none."""
+        """Before gradients are clipped: change dynamic masks; of what is not kept there are no gradients."""
         shards = state_access(trainer).trainable_shards()
+        if self._dynamic is not None and self._dynamic.is_due(trainer.global_step):
+            with torch.no_grad():
+                self._change(self._dynamic, trainer.global_step, pl_module, shards)
+            state_access(trainer).update_parameters()  # at once, as a scaler of gradients may skip the step
         for name, dropped in self._dropped.items():
             gradient = shards[name].grad
             if gradient is not None:
                 gradient.masked_fill_(dropped, 0)
+
+    def _change(self, dynamic: DynamicMasks, step: int, module: LightningModule, shards: Mapping[str, Shard]) -> None:
+        """Take the next masks and clear what they drop; what they grow was masked, so it is zero without moments."""
+        assert self.masks is not None
+        for name in dynamic.names:  # on all ranks, whether they hold some of it or not
+            mask, rho, shard = self.masks.mask(module, name), self.masks.entry(module, name).rho, shards.get(name)
+            mask = dynamic.new_mask(name, mask, rho, shard, step)
+            self.masks.replace(name, mask)
+            if shard is not None:
+                self._dropped[name] = ~_part(mask, shard)
+                _clear(shard, self._dropped[name])
 
     @override
     def on_train_batch_end(
@@ -140,9 +197,15 @@ class SparseMask(Callback):
         self._dropped = {}
 
 
+def _part(mask: Tensor, shard: Shard) -> Tensor:
+    """What a rank needs of a whole mask."""
+    here = mask.flatten()[shard.offset : shard.offset + shard.value.numel()]
+    return here.view(shard.value.shape).to(shard.value.device)
+
+
 def _clear(shard: Shard, dropped: Tensor) -> None:
     """Zero values and moments of what is not kept; elementwise optimizers leave them so where gradients are zero."""
     shard.value.masked_fill_(dropped, 0)
     for value in shard.state.values():
-        if isinstance(value, Tensor) and value.shape == dropped.shape and value.numel() > 1:
+        if isinstance(value, Tensor) and value.shape == dropped.shape:
             value.masked_fill_(dropped, 0)

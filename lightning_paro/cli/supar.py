@@ -52,7 +52,7 @@ def check(
         _found(make, "make"), _found(data, "data")(), widths=_numbers(widths, "widths", int),
         densities=_numbers(densities, "densities", _share), parameterizations=parameterizations.split(","),  # type: ignore[arg-type]
         seeds=range(seeds), steps=steps, modules=None if modules is None else modules.split(","),
-        accelerator=accelerator,
+        trainer={"accelerator": accelerator},
     )  # fmt: skip
     screen = console(160)
     screen.print(report)
@@ -103,7 +103,7 @@ def sweep(
     report = lr_transfer_sweep(
         _found(make, "make"), _found(data, "data")(), lrs=_rates(lrs), widths=_numbers(widths, "widths", int),
         densities=_numbers(densities, "densities", _share), parameterizations=parameterizations.split(","),  # type: ignore[arg-type]
-        seeds=range(seeds), steps=steps, mode=mode, path=runs, accelerator=accelerator,
+        seeds=range(seeds), steps=steps, mode=mode, path=runs, trainer={"accelerator": accelerator},
     )  # fmt: skip
     console(160).print(report)
     make_folders(csv, plot)

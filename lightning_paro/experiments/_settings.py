@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -81,23 +81,27 @@ def check_choices(
 
 
 def train(
-    make: Make, setting: Setting, data: Any, steps: int, callbacks: Sequence[Callback], accelerator: str
+    make: Make, setting: Setting, data: Any, steps: int, callbacks: Sequence[Callback], options: Mapping[str, Any]
 ) -> LightningModule:
     """A short training on one device that shows and keeps nothing, and leaves the random generators as they were.
 
     What else is random, such as the order of a loader, follows from the setting's seed too.
+
+    Raises:
+        ValueError: If the options have what is decided here.
     """
+    fixed: dict[str, Any] = {
+        "devices": 1, "max_steps": steps, "callbacks": list(callbacks), "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0, "limit_val_batches": 0,
+    }  # fmt: skip
+    if taken := fixed.keys() & options.keys():
+        raise ValueError(f"trainer={dict(options)!r}: {min(taken)} is decided by the experiment.")
     with _quiet(), isolate_rng():
         torch.manual_seed(setting.seed)
         random.seed(setting.seed)
         numpy.random.seed(setting.seed % 2**32)
         module = make(setting)
-        trainer = Trainer(
-            accelerator=accelerator, devices=1, max_steps=steps, callbacks=list(callbacks), logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-            limit_val_batches=0,
-        )  # fmt: skip
-        trainer.fit(module, data)
+        Trainer(**fixed, **options).fit(module, data)
     return module
 
 

@@ -108,7 +108,7 @@ def coord_check(
     seeds: Sequence[int] = (0, 1, 2),
     steps: int = 10,
     modules: Sequence[str] | None = None,
-    accelerator: str = "auto",
+    trainer: Mapping[str, Any] | None = None,
 ) -> CoordReport:
     """Train a few steps of every setting, and compare how large activations are.
 
@@ -121,7 +121,7 @@ def coord_check(
         seeds: Of initial values and masks; values are means over them.
         steps: Optimizer steps.
         modules: Names of the modules to watch; None are blocks and all that hold a matrix.
-        accelerator: As the Trainer's.
+        trainer: Arguments of every run's Trainer, such as ``{"accelerator": "gpu", "precision": "bf16-mixed"}``.
 
     Returns:
         A report; print it with rich, or write it.
@@ -133,7 +133,7 @@ def coord_check(
     rows: list[dict[str, Any]] = []
     for setting in shown(settings_of(parameterizations, widths, densities, seeds), "coordinate check"):
         check = CoordCheck(steps, modules)
-        train(make, setting, data, steps, [check], accelerator)
+        train(make, setting, data, steps, [check], trainer or {})
         about = {key: value for key, value in setting.row().items() if key != "lr"}
         rows += [{**about, "step": r["step"], "module": r["module"], "value": r["value"]} for r in check.rows]
     return CoordReport(rows)

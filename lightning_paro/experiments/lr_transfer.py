@@ -19,7 +19,7 @@ from lightning_paro.algorithms.supar import Parameterization
 from lightning_paro.experiments._settings import Make, Setting, check_choices, settings_of, shown, train
 from lightning_paro.experiments._written import panels, write_rows
 
-__all__ = ["Optimum", "TransferReport", "lr_transfer_sweep"]
+__all__ = ["Optimum", "TransferReport", "final_loss", "lr_transfer_sweep"]
 
 Row = Mapping[str, Any]
 Model = tuple[str, int, float]
@@ -40,6 +40,7 @@ class Optimum:
         is_at_end: Whether that is at an end of the sweep, so that the best may lie outside.
         shift: In octaves, against the dense model of the same parameterization and width, the mean over seeds.
         half_width: Of the 95 % interval of that, by Student's t over seeds; None with one seed.
+        regret: What the dense model's best rate of the sweep costs here: the mean loss there, less the lowest.
     """
 
     log2_lr: float
@@ -47,6 +48,7 @@ class Optimum:
     is_at_end: bool
     shift: float
     half_width: float | None
+    regret: float
 
 
 @dataclass(frozen=True)
@@ -64,15 +66,18 @@ class TransferReport:
         """By parameterization, width and density."""
         losses = self._losses()
         dense = max(density for _, _, density in losses)
+        means = {model: _mean(by_seed) for model, by_seed in losses.items()}
         found = {}
         for (kind, width, density), by_seed in losses.items():
-            mean = {lr: statistics.fmean(by_seed[seed][lr] for seed in by_seed) for lr in next(iter(by_seed.values()))}
+            mean = means[kind, width, density]
+            of_dense = means[kind, width, dense]
             shifts = [best_log2(by_seed[seed])[0] - best_log2(losses[kind, width, dense][seed])[0] for seed in by_seed]
             spread = statistics.stdev(shifts) / math.sqrt(len(shifts)) if len(shifts) > 1 else None
             half = None if spread is None else T_95.get(len(shifts), 1.96) * spread
             log2_lr, is_at_end = best_log2(mean)
+            regret = mean[min(of_dense, key=lambda lr: of_dense[lr])] - min(mean.values())
             found[kind, width, density] = Optimum(
-                log2_lr, min(mean.values()), is_at_end, statistics.fmean(shifts), half
+                log2_lr, min(mean.values()), is_at_end, statistics.fmean(shifts), half, regret
             )
         return found
 
@@ -86,14 +91,14 @@ class TransferReport:
 
     def __rich__(self) -> Table:
         table = Table(title="The best learning rate, and its shift against the dense model in octaves")
-        for name in ("parameterization", "width", "density", "log2 of the best", "shift", "95 %", "loss"):
+        for name in ("parameterization", "width", "density", "log2 of the best", "shift", "95 %", "loss", "regret"):
             table.add_column(name, justify="left" if name == "parameterization" else "right")
         for (kind, width, density), best in self.optima().items():
             end = " (end)" if best.is_at_end else ""
             interval = f"± {best.half_width:.2f}" if best.half_width else ""  # none of the dense model itself
             table.add_row(
                 kind, str(width), f"{density:.4g}", f"{best.log2_lr:.2f}{end}", f"{best.shift:+.2f}", interval,
-                f"{best.loss:.4f}",
+                f"{best.loss:.4f}", f"{best.regret:.4f}",
             )  # fmt: skip
         return table
 
@@ -111,9 +116,13 @@ class TransferReport:
         models = list(dict.fromkeys(model[:2] for model in losses))
         with panels(path, models, "learning rate", "loss") as every:
             for model, by_seed in losses.items():
-                lrs = sorted(next(iter(by_seed.values())))
-                means = [statistics.fmean(by_seed[seed][lr] for seed in by_seed) for lr in lrs]
+                lrs, means = zip(*sorted(_mean(by_seed).items()), strict=True)
                 every[models.index(model[:2])].plot(lrs, means, marker=".", label=f"ρ = {model[2]:.4g}")
+
+
+def _mean(by_seed: Mapping[int, Mapping[float, float]]) -> dict[float, float]:
+    """The mean loss over seeds, by learning rate."""
+    return {lr: statistics.fmean(losses[lr] for losses in by_seed.values()) for lr in next(iter(by_seed.values()))}
 
 
 def best_log2(losses: Mapping[float, float]) -> tuple[float, bool]:
@@ -149,7 +158,7 @@ def lr_transfer_sweep(
     steps: int = 100,
     mode: Literal["global", "hidden"] = "global",
     path: str | Path | None = None,
-    accelerator: str = "auto",
+    trainer: Mapping[str, Any] | None = None,
 ) -> TransferReport:
     """Train a model at every learning rate, width, density and seed, and compare where the loss is lowest.
 
@@ -168,7 +177,7 @@ def lr_transfer_sweep(
         mode: ``"global"``: the learning rate of all tensors is swept. ``"hidden"``: that of hidden weights only, all
             others keep the module's; the module's optimizer has to have groups of ``supar_param_groups``.
         path: A file of JSON lines, to which each run is written when it is done, and whose runs are not made again.
-        accelerator: As the Trainer's.
+        trainer: Arguments of every run's Trainer, such as ``{"accelerator": "gpu", "precision": "bf16-mixed"}``.
 
     Returns:
         A report; print it with rich, or write it.
@@ -179,14 +188,13 @@ def lr_transfer_sweep(
     check_choices(parameterizations, widths, densities, seeds)
     if len(set(lrs)) < 2 or any(not 0 < lr < math.inf for lr in lrs):
         raise ValueError(f"lrs={lrs!r}: expected two or more different positive numbers.")
-    if mode not in ("global", "hidden"):
-        raise ValueError(f"mode={mode!r} is not understood: expected 'global' or 'hidden'.")
+    _check_mode(mode)
     losses = _earlier(path, {"mode": mode, "steps": steps})
     settings = settings_of(parameterizations, widths, densities, seeds, lrs)
     for setting in shown(settings, "learning rates"):
         if setting in losses:
             continue
-        losses[setting] = _run(make, data, setting, steps, mode, accelerator)
+        losses[setting] = final_loss(make, data, setting, steps=steps, mode=mode, trainer=trainer)
         if path is not None:
             with Path(path).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(_row(setting, losses[setting])) + "\n")
@@ -197,18 +205,39 @@ def _row(setting: Setting, loss: float) -> dict[str, Any]:
     return setting.row() | {"loss": loss}
 
 
-def _run(make: Make, data: Any, setting: Setting, steps: int, mode: str, accelerator: str) -> float:
-    """The loss of a run."""
+def final_loss(
+    make: Make,
+    data: Any,
+    setting: Setting,
+    *,
+    steps: int,
+    mode: Literal["global", "hidden"] = "global",
+    trainer: Mapping[str, Any] | None = None,
+) -> float:
+    """One run of :func:`lr_transfer_sweep`, whose arguments these are.
+
+    Returns:
+        The mean training loss of the last tenth of its steps, at least of one; infinite if it is not finite.
+
+    Raises:
+        ValueError: If an argument is not understood.
+    """
+    _check_mode(mode)
     losses = _Losses()
     callbacks: list[Callback] = [losses]
     if mode == "hidden":
         assert setting.lr is not None
         callbacks.append(_HiddenRate(setting.lr))
         setting = Setting(setting.parameterization, setting.width, setting.density, setting.seed)
-    train(make, setting, data, steps, callbacks, accelerator)
+    train(make, setting, data, steps, callbacks, trainer or {})
     last = [float(loss) for loss in losses.seen[-max(len(losses.seen) // 10, 1) :]]
     mean = statistics.fmean(last)
     return mean if math.isfinite(mean) else math.inf
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in ("global", "hidden"):
+        raise ValueError(f"mode={mode!r} is not understood: expected 'global' or 'hidden'.")
 
 
 class _Losses(Callback):

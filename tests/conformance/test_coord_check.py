@@ -63,7 +63,9 @@ def few_weights_on_purpose() -> Iterator[None]:
 
 
 def test_supar_stays_where_sp_and_mup_fall() -> None:
-    report = coord_check(Residual, data(), widths=[512], densities=DENSITIES, seeds=[0], steps=5, accelerator="cpu")
+    report = coord_check(
+        Residual, data(), widths=[512], densities=DENSITIES, seeds=[0], steps=5, trainer={"accelerator": "cpu"}
+    )
     assert len(report.rows) == 3 * 3 * 5 * (1 + 3 * 2 + 1)
     assert report.deviation("supar") < 0.25
     ratios = report.ratios()
@@ -78,7 +80,7 @@ def test_supar_stays_where_sp_and_mup_fall() -> None:
 def test_wider_is_as_large(kind: Any) -> None:
     report = coord_check(
         Residual, data(), widths=[64, 512], densities=[1.0], parameterizations=[kind], seeds=[0, 1], steps=5,
-        accelerator="cpu", modules=["blocks.0", "blocks.1"],
+        trainer={"accelerator": "cpu"}, modules=["blocks.0", "blocks.1"],
     )  # fmt: skip
     means = report.means()
     for (_, width, density, module, step), value in means.items():
@@ -93,7 +95,7 @@ def test_a_report_is_written(tmp_path: Path) -> None:
         densities=[1.0, 0.25],
         seeds=[0],
         steps=2,
-        accelerator="cpu",
+        trainer={"accelerator": "cpu"},
         modules=["blocks.1"],
     )
     for name, write in (("a.csv", report.write_csv), ("a.json", report.write_json), ("a.png", report.plot)):

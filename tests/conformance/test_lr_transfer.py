@@ -50,12 +50,15 @@ def rows(shifts: dict[float, list[float]]) -> list[dict[str, Any]]:
 
 
 def test_shifts_are_paired_by_seed() -> None:
-    report = TransferReport(rows({1.0: [-6.0, -5.0, -5.5], 0.25: [-5.1, -4.0, -4.4]}))
+    report = TransferReport(rows({1.0: [-6.0, -5.4, -5.6], 0.25: [-5.1, -4.4, -4.5]}))
     best = report.optima()["sp", 8, 0.25]
     assert best.shift == pytest.approx(1.0)
     deviation = 0.1  # of 0.9, 1.0, 1.1
     assert best.half_width == pytest.approx(4.303 * deviation / math.sqrt(3))
     assert report.optima()["sp", 8, 1.0].shift == 0
+    by_lr = {lr: sum(parabola(at)[lr] for at in (-5.1, -4.4, -4.5)) / 3 for lr in LRS}
+    assert best.regret == pytest.approx(by_lr[2**-6] - by_lr[2**-5])  # the dense models' best of the sweep is 2^-6
+    assert report.optima()["sp", 8, 1.0].regret == 0
     with Console(width=120, record=True) as console:
         console.print(report)
     assert "+1.00" in console.export_text()
@@ -98,7 +101,7 @@ def fresh() -> None:
 def sweep(**options: Any) -> TransferReport:
     settings = {
         "lrs": [1e-3, 1e-2], "widths": [10], "densities": [1.0, 0.25], "parameterizations": ["supar"], "seeds": [0],
-        "steps": 4, "accelerator": "cpu",
+        "steps": 4, "trainer": {"accelerator": "cpu"},
     }  # fmt: skip
     return lr_transfer_sweep(Swept, DataLoader(batches(4), batch_size=None), **{**settings, **options})  # type: ignore[arg-type]
 
@@ -162,7 +165,7 @@ def test_what_diverges_counts_as_infinite() -> None:
 
     report = lr_transfer_sweep(
         Diverges, DataLoader(batches(2), batch_size=None), lrs=[1e-3, 1e-2], widths=[10], densities=[1.0],  # type: ignore[arg-type]
-        parameterizations=["sp"], seeds=[0], steps=2, accelerator="cpu",
+        parameterizations=["sp"], seeds=[0], steps=2, trainer={"accelerator": "cpu"},
     )  # fmt: skip
     assert [math.isinf(row["loss"]) for row in report.rows] == [False, True]
 
@@ -197,5 +200,5 @@ def test_hidden_rates_need_groups() -> None:
     with pytest.raises(ValueError, match="the optimizer of Ungrouped has no group of hidden weights. HINT: "):
         lr_transfer_sweep(
             Ungrouped, DataLoader(batches(2), batch_size=None), lrs=[1e-3, 1e-2], widths=[10], mode="hidden",  # type: ignore[arg-type]
-            steps=2, accelerator="cpu",
+            steps=2, trainer={"accelerator": "cpu"},
         )  # fmt: skip

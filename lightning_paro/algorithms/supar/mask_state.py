@@ -1,4 +1,4 @@
-"""The masks of a module, where its state dict has them: drawn from the seed when asked for, unless one was loaded."""
+"""The masks of a module, where its state dict has them: drawn from the seed, unless one was loaded or has changed."""
 
 from __future__ import annotations
 
@@ -27,12 +27,16 @@ class MaskState:
     Args:
         plan: The plan, or what makes it when it is first needed: layers may not be there before.
         prefix: What stands in front of its names in the module's.
+        is_dense_first: Masks keep everything at first, and the plan says what pruning leaves in the end.
     """
 
-    def __init__(self, plan: SuParPlan | Callable[[nn.Module], SuParPlan], prefix: str = "") -> None:
+    def __init__(
+        self, plan: SuParPlan | Callable[[nn.Module], SuParPlan], prefix: str = "", is_dense_first: bool = False
+    ) -> None:
         self._plan = plan
         self._prefix = prefix
-        self._loaded: dict[str, Tensor] = {}
+        self._is_dense_first = is_dense_first
+        self._others: dict[str, Tensor] = {}  # loaded or changed: those that are not the first ones
 
     def attach(self, module: nn.Module) -> None:
         """From now on the module's state dict has masks, and a loaded one may."""
@@ -54,9 +58,16 @@ class MaskState:
         return self.plan(module)[name.removeprefix(self._prefix)]
 
     def mask(self, module: nn.Module, name: str) -> Tensor:
-        """The mask of a parameter, whole and on the host: the loaded one if there is one."""
-        if name in self._loaded:
-            return self._loaded[name]
+        """The mask of a parameter, whole and on the host: the one that was loaded or set last, if there is one."""
+        return self._others[name] if name in self._others else self._first(module, name)
+
+    def replace(self, name: str, mask: Tensor) -> None:
+        """Set the mask of a parameter: bool, whole, of its shape. It is kept on the host, and saved from now on."""
+        self._others[name] = mask.cpu()
+
+    def _first(self, module: nn.Module, name: str) -> Tensor:
+        if self._is_dense_first:
+            return torch.ones(self.entry(module, name).shape, dtype=torch.bool)
         return self.plan(module).mask(name.removeprefix(self._prefix))
 
     def _save(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -84,7 +95,8 @@ class MaskState:
                 continue
             try:
                 check_mask(name, loaded, entry.shape)
-                if (rho := int(loaded.sum()) / loaded.numel()) != entry.rho:
+                rho = int(loaded.sum()) / loaded.numel()
+                if rho < entry.rho or (rho > entry.rho and not self._is_dense_first):
                     raise ValueError(
                         f"the loaded mask of '{name}' keeps {rho:.6g} of the weights, the plan says {entry.rho:.6g}. "
                         "HINT: make the plan with the density, kind and seed of the run that was saved."
@@ -92,8 +104,8 @@ class MaskState:
             except ValueError as error:
                 errors.append(str(error))
                 continue
-            own = self.plan(module).mask(name) if entry.rho < 1 else None
-            if own is None or not torch.equal(own, loaded.cpu()):
-                self._loaded[self._prefix + name] = loaded.cpu().clone()
+            full = self._prefix + name
+            if entry.rho < 1 and torch.equal(self._first(module, full), loaded.cpu()):
+                self._others.pop(full, None)
             else:
-                self._loaded.pop(self._prefix + name, None)
+                self._others[full] = loaded.cpu().clone()

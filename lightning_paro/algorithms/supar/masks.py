@@ -96,7 +96,7 @@ def draw_mask(masks: Masks, name: str, shape: tuple[int, ...], axis: int, densit
     """
     generator = generator_of(masks.seed, name)
     if masks.kind == "bernoulli":
-        return torch.rand(shape, generator=generator) < density
+        return torch.rand(shape, generator=generator, dtype=torch.float32) < density
     if masks.kind in ("random", "er"):
         return _exactly(math.prod(shape), density, generator).view(shape)
     rows = (shape[1], shape[0]) if axis == 0 else (shape[0], math.prod(shape[1:]))
@@ -171,11 +171,17 @@ def _exactly(count: int, density: float, generator: torch.Generator) -> Tensor:
     kept = round(density * count)
     if kept in (0, count):
         return torch.full((count,), kept > 0)
-    drawn = torch.rand(count, generator=generator)
-    last = drawn.kthvalue(kept).values
-    mask = drawn < last
-    ties = (drawn == last).nonzero().flatten()  # rand has 2**24 values, so there are some
-    mask[ties[: kept - int(mask.sum())]] = True
+    drawn = torch.rand(count, generator=generator, dtype=torch.float32)
+    spread = 6 * math.sqrt(density * (1 - density) / count)
+    while True:  # the largest number that is kept is near the density, so only those around it have to be sorted
+        low, high = density - spread, density + spread
+        mask = drawn < low
+        near = ((drawn >= low) & (drawn < high)).nonzero().flatten()
+        lacking = kept - int(mask.count_nonzero())
+        if 0 <= lacking <= len(near):
+            break
+        spread *= 4
+    mask[near[drawn[near].argsort(stable=True)[:lacking]]] = True  # of equal numbers the first
     return mask
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_paro.algorithms.supar.rules import Role
 from lightning_paro.sharding import embeddings_of, repeated_blocks
 
-__all__ = ["TensorRole", "Tensors", "find_roles", "matches", "width_of"]
+__all__ = ["TensorRole", "Tensors", "find_roles", "is_transposed", "matches", "width_of"]
 
 
 @dataclass(frozen=True)
@@ -157,16 +157,16 @@ def _matrices(module: nn.Module) -> list[nn.Parameter]:
 
 def _is_projection(module: nn.Module) -> bool:
     is_conv = isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
-    return isinstance(module, (nn.Linear, nn.MultiheadAttention)) or is_conv or _is_transposed(module)
+    return isinstance(module, (nn.Linear, nn.MultiheadAttention)) or is_conv or is_transposed(module)
 
 
-def _is_transposed(module: nn.Module) -> bool:
+def is_transposed(module: nn.Module) -> bool:
     """Whether it is transformers' Conv1D, whose weight is that of a linear module transposed."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def _axis(module: nn.Module) -> int:
-    return 0 if _is_transposed(module) or isinstance(module, nn.Embedding) else 1
+    return 0 if is_transposed(module) or isinstance(module, nn.Embedding) else 1
 
 
 def _is_vector(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:

@@ -15,7 +15,7 @@ from lightning_paro.algorithms.supar.plan import SuParPlan
 from lightning_paro.algorithms.supar.rules import Role
 from lightning_paro.sharding import embeddings_of, repeated_blocks
 
-__all__ = ["scale_forward"]
+__all__ = ["head_dim_of", "scale_forward"]
 
 
 def scale_forward(model: nn.Module, plan: SuParPlan, prefix: str = "") -> None:
@@ -42,7 +42,7 @@ def scale_forward(model: nn.Module, plan: SuParPlan, prefix: str = "") -> None:
         seen = Seen()
         head.register_forward_pre_hook(MultipliedInput(plan.output_scale, seen))
         for owner in model.modules():
-            if head in owner.children() and hasattr(owner, "get_output_embeddings"):
+            if hasattr(owner, "get_output_embeddings") and head in embeddings_of(owner, "output"):
                 owner.register_forward_pre_hook(seen.begin)
                 owner.register_forward_hook(seen.end)
 
@@ -109,7 +109,7 @@ class MultipliedQuery:
 def _scale_attention(model: nn.Module) -> None:
     """1 / d_head in place of 1 / √d_head."""
     for name, module in model.named_modules():
-        head_dim = _head_dim(module)
+        head_dim = head_dim_of(module)
         if isinstance(module, nn.MultiheadAttention):
             module.register_forward_pre_hook(MultipliedQuery(module.head_dim**-0.5), with_kwargs=True)
         elif head_dim is not None:
@@ -123,7 +123,7 @@ def _scale_attention(model: nn.Module) -> None:
             )
 
 
-def _head_dim(module: nn.Module) -> int | None:
+def head_dim_of(module: nn.Module) -> int | None:
     """Of attention of transformers that has its factor in an attribute."""
     names = ("head_dim", "head_size", "attention_head_size")
     sizes = [size for name in names if isinstance(size := getattr(module, name, None), int)]
@@ -131,7 +131,7 @@ def _head_dim(module: nn.Module) -> int | None:
 
 
 def _is_known(module: nn.Module) -> bool:
-    return isinstance(module, nn.MultiheadAttention) or _head_dim(module) is not None
+    return isinstance(module, nn.MultiheadAttention) or head_dim_of(module) is not None
 
 
 def _configure(modules: list[nn.Module], plan: SuParPlan) -> None:

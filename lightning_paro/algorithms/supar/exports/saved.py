@@ -1,0 +1,116 @@
+"""A model with masks in a folder: weights, masks and plan, from which training or export goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lightning_paro.algorithms.supar.exports.source import inner_of, masks_of, plan_of
+from lightning_paro.algorithms.supar.mask_state import SUFFIX
+from lightning_paro.algorithms.supar.masks import Masks, load_masks
+from lightning_paro.algorithms.supar.plan import SuParPlan
+
+__all__ = ["load_masked", "save_masked"]
+
+WEIGHTS, MASKS, PLAN = "model.safetensors", "masks.safetensors", "plan.json"
+
+
+def save_masked(module: nn.Module, folder: str | Path) -> None:
+    """Write weights, masks and plan; the folder is there whole or not at all.
+
+    ``model.safetensors`` has the weights as they are trained, without the factors of the forward and with zeros where
+    masked, under the names of the inner model. ``masks.safetensors`` has bool tensors under the plan's names, which
+    ``Masks("file", path=...)`` reads. ``plan.json`` is ``plan.to_dict()``.
+
+    Args:
+        module: A LightningModule with SuParMixin that was set up, with whole parameters.
+        folder: To be made.
+
+    Raises:
+        ValueError: If there is no plan, or parameters are not all here.
+        FileExistsError: If there is something in the folder.
+    """
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"there is something in {folder}. HINT: a new folder, or remove it.")
+    plan, masks = plan_of(module), {name: mask.contiguous() for name, mask in masks_of(module)}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = folder.with_name(f".{folder.name}.{os.getpid()}")
+    part.mkdir()
+    try:
+        save_file(_weights(module), part / WEIGHTS, metadata={"format": "pt"})
+        save_file(masks, part / MASKS)
+        (part / PLAN).write_text(json.dumps(plan.to_dict(), indent=1))
+        part.replace(folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def load_masked(module: nn.Module, folder: str | Path) -> None:
+    """Read what :func:`save_masked` wrote into a module of the same model and plan; masks may be of another seed.
+
+    Args:
+        module: A LightningModule with SuParMixin that was set up.
+        folder: Where it was saved.
+
+    Raises:
+        ValueError: If files are missing, or are of another model or plan; nothing is loaded then.
+        RuntimeError: If a mask keeps another share of weights than the module's.
+    """
+    from safetensors.torch import load_file
+
+    folder = Path(folder)
+    if lost := [name for name in (WEIGHTS, MASKS, PLAN) if not (folder / name).is_file()]:
+        raise ValueError(f"there is no {lost[0]} in {folder}. HINT: the folder that save_masked wrote.")
+    plan = plan_of(module)
+    saved = SuParPlan.from_dict(json.loads((folder / PLAN).read_text()))
+    if difference := _difference(_bare(saved), _bare(plan)):
+        raise ValueError(
+            f"the plan in {folder} is another: {difference}. HINT: build the module with the width, density and "
+            "parameterization of the one that was saved."
+        )
+    weights, own = load_file(folder / WEIGHTS), _weights(module)
+    shapes, expected = ({name: tuple(value.shape) for name, value in of.items()} for of in (weights, own))
+    if shapes != expected:
+        name = next(n for n in {**shapes, **expected} if shapes.get(n) != expected.get(n))
+        there, here = (of.get(name, "missing") for of in (shapes, expected))
+        raise ValueError(f"'{name}' is {there} in {folder}, and {here} in the model. HINT: build the same model.")
+    masks = {f"{module._supar_prefix}{name}{SUFFIX}": mask for name, mask in load_masks(folder / MASKS).items()}
+    module.load_state_dict(masks, strict=False)
+    with torch.no_grad():
+        for name, value in own.items():
+            value.copy_(weights[name])
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of the inner model; what is tied once, under its first name."""
+    inner, _ = inner_of(module)
+    once = {name for name, _ in inner.named_parameters()}
+    tied = {name for name, _ in inner.named_parameters(remove_duplicate=False)} - once
+    masked = {f"{module._supar_prefix}{name}{SUFFIX}" for name in plan_of(module).sparse}
+    state = inner.state_dict()
+    return {name: value for name, value in state.items() if name not in tied | masked and isinstance(value, Tensor)}
+
+
+def _bare(plan: SuParPlan) -> SuParPlan:
+    """Without how masks are drawn."""
+    return replace(plan, masks=Masks(), entries={name: replace(entry, density=1.0) for name, entry in plan.items()})
+
+
+def _difference(saved: SuParPlan, own: SuParPlan) -> str | None:
+    for key in ("parameterization", "width", "alpha_input", "alpha_output"):
+        if getattr(saved, key) != getattr(own, key):
+            return f"{key} is {getattr(saved, key)} there, {getattr(own, key)} here"
+    for name in {**saved, **own}:
+        if saved.entries.get(name) != own.entries.get(name):
+            return f"'{name}' is {saved.entries.get(name)} there, {own.entries.get(name)} here"
+    return None
