@@ -1,9 +1,19 @@
-"""SμPar beside SP and μP: how large activations are at every density, in the first steps, ten seeds.
+"""SμPar beside SP and μP: activations at every density, learning rates that carry over or do not, and what masks cost.
 
-A few minutes each on two CPU cores::
+The protocol, fixed beforehand, stands in `lab/supar_protocol.py`. A few minutes each on two CPU cores::
 
-    python -m benchmarks.supar coords --model perceptron --widths 1024
-    python -m benchmarks.supar coords --model llama --widths 256
+    python -m benchmarks.supar coords --subject perceptron --widths 1024
+    python -m benchmarks.supar coords --subject llama --widths 256
+    python -m benchmarks.supar sweep --study hidden --workers 2
+
+and on a GPU, with as many processes as keep it busy::
+
+    python -m benchmarks.supar coords --subject gpt-heads-32 --widths 512 1024 2048 --device cuda --workers 8
+    python -m benchmarks.supar sweep --study global --device cuda --workers 12
+    python -m benchmarks.supar sweep --study iso --device cuda --workers 6
+    python -m benchmarks.supar time
+
+What is in the JSON already is not run again.
 """
 
 from __future__ import annotations
@@ -11,16 +21,21 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import warnings
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import track
 
 from benchmarks.lab.lisa_runs import setup_of
-from benchmarks.lab.report import RESULTS, save
-from benchmarks.lab.supar_models import MODELS, Writer, text
-from lightning_paro.experiments import CoordReport, coord_check
+from benchmarks.lab.report import RESULTS
+from benchmarks.lab.supar_protocol import STUDIES, SUBJECTS
+from benchmarks.lab.supar_runs import about, check, losses, missing, pool, rows_in, save_whole
+from benchmarks.lab.supar_sweep_page import report_of
+from benchmarks.lab.supar_time import measure_time
+from lightning_paro.algorithms.supar import Parameterization
+from lightning_paro.experiments import CoordReport, Setting
 
 DENSITIES = tuple(2.0**-power for power in range(7))
 
@@ -35,35 +50,65 @@ def rows_of(found: CoordReport) -> list[dict[str, Any]]:
 
 
 def coords(arguments: argparse.Namespace) -> None:
-    name, subject = arguments.model, MODELS[arguments.model]
-    found = coord_check(
-        functools.partial(Writer, name), text(arguments.steps), widths=arguments.widths, densities=DENSITIES,
-        seeds=range(arguments.seeds), steps=arguments.steps, accelerator=arguments.device,
-    )  # fmt: skip
-    Console(width=160).print(found)
-    part = {
-        "setup": setup_of(arguments.device.replace("gpu", "cuda")), "model": name, "widths": arguments.widths,
-        "base": subject.base, "lr": subject.lr, **subject.plan, "seeds": arguments.seeds, "steps": arguments.steps,
-        "rows": rows_of(found),
+    name, subject = arguments.subject, SUBJECTS[arguments.subject]
+    head = {
+        "setup": setup_of(arguments.device), "model": name, "base": subject.base, "lr": subject.lr, **subject.plan,
+        "seeds": arguments.seeds, "steps": arguments.steps,
     }  # fmt: skip
-    before = json.loads(arguments.out.read_text())["parts"] if arguments.out.exists() else []
-    others = [other for other in before if any(other[key] != part[key] for key in ("model", "widths"))]
-    save({"parts": [*others, part]}, arguments.out)
+    parts = json.loads(arguments.out.read_text())["parts"] if arguments.out.exists() else []
+    part = next((part for part in parts if all(part[key] == value for key, value in head.items())), None)
+    others = [other for other in parts if other["model"] != name]
+    rows = part["rows"] if part is not None else []
+    done = {(row["parameterization"], row["width"], row["density"]) for row in rows}
+    kinds: tuple[Parameterization, ...] = ("sp", "mup", "supar")
+    settings = [
+        Setting(kind, width, density, seed)
+        for width, density, kind in product(arguments.widths, DENSITIES, kinds) if (kind, width, density) not in done
+        for seed in range(arguments.seeds)
+    ]  # fmt: skip
+    work = functools.partial(check, name, arguments.steps, arguments.device)
+    found: dict[tuple[str, int, float], list[Any]] = {}
+    for setting, more in track(pool(work, settings, arguments.workers), "coordinate check", total=len(settings)):
+        seeds = found.setdefault((setting.parameterization, setting.width, setting.density), [])
+        seeds.append(more)
+        if len(seeds) == arguments.seeds:
+            rows = [*rows, *rows_of(CoordReport([row for of_seed in seeds for row in of_seed]))]
+            save_whole({"parts": [*others, {**head, "rows": rows}]}, arguments.out)
+
+
+def sweep(arguments: argparse.Namespace) -> None:
+    name = arguments.study
+    out = arguments.out or RESULTS / f"supar_{name}.json"
+    head = about(name, setup_of(arguments.device))
+    rows = rows_in(out, head)
+    todo = missing(STUDIES[name], rows)
+    work = functools.partial(losses, name, arguments.device)
+    for _, row in track(pool(work, todo, arguments.workers), name, total=len(todo)):
+        rows.append(row)
+        save_whole({**head, "rows": rows}, out)
+    if len({width for width, _ in STUDIES[name].shapes}) == 1:
+        Console(width=160).print(report_of({**head, "rows": rows}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("coords", help="activations by parameterization, width, density and step")
-    check.add_argument("--model", choices=MODELS, default="perceptron")
+    check.add_argument("--subject", choices=SUBJECTS, default="perceptron")
     check.add_argument("--widths", nargs="+", type=int, default=[1024], metavar="WIDTH")
     check.add_argument("--seeds", type=int, default=10)
     check.add_argument("--steps", type=int, default=10)
-    check.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     check.add_argument("--out", type=Path, default=RESULTS / "supar_coords.json")
+    rates = commands.add_parser("sweep", help="losses by arm, width, density, learning rate and seed")
+    rates.add_argument("--study", choices=STUDIES, default="hidden")
+    rates.add_argument("--out", type=Path, help="default: results/supar_STUDY.json")
+    for command in (check, rates):
+        command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+        command.add_argument("--workers", type=int, default=1, help="runs at a time")
+    timing = commands.add_parser("time", help="steps and memory of masked and dense training on a GPU")
+    timing.add_argument("--out", type=Path, default=RESULTS / "supar_time.json")
     arguments = parser.parse_args()
-    warnings.filterwarnings("ignore", message="an output of")  # sparser than the rules are known to hold for
-    {"coords": coords}[arguments.command](arguments)
+    {"coords": coords, "sweep": sweep, "time": measure_time}[arguments.command](arguments)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lab.pictures import figure
+from benchmarks.lab.supar_sweep_page import draw_iso, draw_sweep, tell_iso, tell_sweep
 from benchmarks.lab.text import setup_line, table
 
-__all__ = ["SUPAR", "draw_coords", "ratios", "tell_coords"]
+__all__ = ["SUPAR", "draw_coords", "ratios", "tell_coords", "tell_time"]
 
 Report = dict[str, Any]
 Row = dict[str, Any]
@@ -24,12 +25,16 @@ def ratios(rows: list[Row], kind: str, width: int, density: float) -> list[float
     return [a / b for row in sparse for a, b in zip(row["values"], dense[row["module"]], strict=True)]
 
 
+def _widths(part: Row) -> list[int]:
+    return sorted({row["width"] for row in part["rows"]})
+
+
 def tell_coords(report: Report, name: str) -> Iterator[str]:
     """A table for each model: the least and the largest ratio by density, and whether 25 % are kept."""
     for part in report["parts"]:
         rows = part["rows"]
         densities = sorted({row["density"] for row in rows}, reverse=True)
-        for width in part["widths"]:
+        for width in _widths(part):
             settings = ", ".join(f"{key} {part[key]:.4g}" for key in ("lr", "init_std", "alpha_input") if key in part)
             yield from (f"#### {part['model']}, width {width}", "", setup_line(part["setup"]), "")
             yield f"Base width {part['base']}, {settings}; means over {part['seeds']} seeds, {part['steps']} steps."
@@ -51,7 +56,7 @@ def tell_coords(report: Report, name: str) -> Iterator[str]:
 
 def draw_coords(report: Report, path: Path) -> None:
     """The last block's output projection at the last step, against density, a panel a model and width."""
-    panels = [(part, width) for part in report["parts"] for width in part["widths"]]
+    panels = [(part, width) for part in report["parts"] for width in _widths(part)]
     with figure(report, path, len(panels), 3) as axes:
         for axis, (part, width) in zip(axes, panels, strict=True):
             module = [row["module"] for row in part["rows"] if row["module"].endswith(("down", "down_proj"))][-1]
@@ -69,7 +74,29 @@ def draw_coords(report: Report, path: Path) -> None:
         axes[0].legend(fontsize=8)
 
 
+def tell_time(report: Report, name: str) -> Iterator[str]:
+    """Steps and peak memory of every way to mask, as they are and against dense training."""
+    rows = report["rows"]
+    dense = {row["subject"]: row for row in rows if row["arm"] == "dense"}
+    yield from (setup_line(report["setup"]), "")
+    yield from table({
+        "model": [f"{row['parameters'] / 1e6:.0f} million, width {row['width']}" for row in rows],
+        "batch": [f"{row['batch']} × {row['length']}" for row in rows],
+        "masks": [WAYS[row["arm"]] for row in rows],
+        "step, ms": [f"{1e3 * row['step_s']:.2f}" for row in rows],
+        "of dense": [f"{row['step_s'] / dense[row['subject']]['step_s']:.3f}" for row in rows],
+        "peak, GiB": [f"{row['peak_bytes'] / 2**30:.3f}" for row in rows],
+        "over dense": [f"{row['peak_bytes'] / dense[row['subject']]['peak_bytes'] - 1:+.1%}" for row in rows],
+    })  # fmt: skip
+
+
+WAYS = {"dense": "none", "masked": "SparseMask", "parametrized": "weight × mask in the forward"}
+
 SUPAR: dict[str, tuple[Callable[[Report, str], Iterator[str]], dict[str, Callable[[Any, Path], None]]]] = {
     "supar_coords": (tell_coords, {"supar-coords.png": draw_coords}),
+    "supar_global": (tell_sweep, {"supar-global.png": draw_sweep}),
+    "supar_hidden": (tell_sweep, {"supar-hidden.png": draw_sweep}),
+    "supar_iso": (tell_iso, {"supar-iso.png": draw_iso}),
+    "supar_time": (tell_time, {}),
 }
 """How each is told and drawn."""
