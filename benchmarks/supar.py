@@ -1,4 +1,4 @@
-"""SμPar beside SP and μP: activations at every density, learning rates that carry over or do not, and what masks cost.
+"""SμPar beside SP and μP: activations, learning rates that carry over or do not, and what masks and formats cost.
 
 The protocol, fixed beforehand, stands in `lab/supar_protocol.py`. A few minutes each on two CPU cores::
 
@@ -12,6 +12,7 @@ and on a GPU, with as many processes as keep it busy::
     python -m benchmarks.supar sweep --study global --device cuda --workers 12
     python -m benchmarks.supar sweep --study iso --device cuda --workers 6
     python -m benchmarks.supar time
+    python -m benchmarks.supar formats
 
 What is in the JSON already is not run again.
 """
@@ -30,6 +31,7 @@ from rich.progress import track
 
 from benchmarks.lab.lisa_runs import setup_of
 from benchmarks.lab.report import RESULTS
+from benchmarks.lab.supar_formats import measure_formats
 from benchmarks.lab.supar_protocol import STUDIES, SUBJECTS
 from benchmarks.lab.supar_runs import about, check, losses, missing, pool, rows_in, save_whole
 from benchmarks.lab.supar_sweep_page import report_of
@@ -86,8 +88,7 @@ def sweep(arguments: argparse.Namespace) -> None:
     for _, row in track(pool(work, todo, arguments.workers), name, total=len(todo)):
         rows.append(row)
         save_whole({**head, "rows": rows}, out)
-    if len({width for width, _ in STUDIES[name].shapes}) == 1:
-        Console(width=160).print(report_of({**head, "rows": rows}))
+    Console(width=160).print(report_of({**head, "rows": rows}))
 
 
 def main() -> None:
@@ -107,8 +108,11 @@ def main() -> None:
         command.add_argument("--workers", type=int, default=1, help="runs at a time")
     timing = commands.add_parser("time", help="steps and memory of masked and dense training on a GPU")
     timing.add_argument("--out", type=Path, default=RESULTS / "supar_time.json")
+    formats = commands.add_parser("formats", help="layers in the formats of the export, shape by shape, on a GPU")
+    formats.add_argument("--out", type=Path, default=RESULTS / "supar_formats.json")
     arguments = parser.parse_args()
-    {"coords": coords, "sweep": sweep, "time": measure_time}[arguments.command](arguments)
+    verbs = {"coords": coords, "sweep": sweep, "time": measure_time, "formats": measure_formats}
+    verbs[arguments.command](arguments)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from benchmarks.lab.pictures import figure
 from benchmarks.lab.supar_sweep_page import draw_iso, draw_sweep, tell_iso, tell_sweep
 from benchmarks.lab.text import setup_line, table
 
-__all__ = ["SUPAR", "draw_coords", "ratios", "tell_coords", "tell_time"]
+__all__ = ["SUPAR", "draw_coords", "ratios", "tell_coords", "tell_formats", "tell_time"]
 
 Report = dict[str, Any]
 Row = dict[str, Any]
@@ -90,6 +90,20 @@ def tell_time(report: Report, name: str) -> Iterator[str]:
     })  # fmt: skip
 
 
+def tell_formats(report: Report, name: str) -> Iterator[str]:
+    """Microseconds of a layer, dense and in each format; the fastest is bold."""
+    rows = report["rows"]
+    yield from (setup_line(report["setup"]), "")
+    columns = {"out × in": [f"{row['out']} × {row['in']}" for row in rows], "rows": [str(row["rows"]) for row in rows]}
+    for kind in rows[0]["us"]:
+        cells = []
+        for row in rows:
+            time, fastest = row["us"][kind], min(filter(None, row["us"].values()))
+            cells.append("none" if time is None else f"**{time:.0f}**" if time == fastest else f"{time:.0f}")
+        columns[f"{kind}, µs"] = cells
+    yield from table(columns)
+
+
 WAYS = {"dense": "none", "masked": "SparseMask", "parametrized": "weight × mask in the forward"}
 
 SUPAR: dict[str, tuple[Callable[[Report, str], Iterator[str]], dict[str, Callable[[Any, Path], None]]]] = {
@@ -98,5 +112,6 @@ SUPAR: dict[str, tuple[Callable[[Report, str], Iterator[str]], dict[str, Callabl
     "supar_hidden": (tell_sweep, {"supar-hidden.png": draw_sweep}),
     "supar_iso": (tell_iso, {"supar-iso.png": draw_iso}),
     "supar_time": (tell_time, {}),
+    "supar_formats": (tell_formats, {}),
 }
 """How each is told and drawn."""

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_paro.algorithms.supar import Masks, MaskState, SuParPlan
 from lightning_paro.algorithms.supar.dynamic import Rule
+from lightning_paro.algorithms.supar.init import check_names
 from lightning_paro.algorithms.supar.masks import Kind
 from lightning_paro.algorithms.supar.roles import find_roles, width_of
 from lightning_paro.callbacks._dynamic_masks import DynamicMasks
@@ -140,6 +141,7 @@ class SparseMask(Callback):
         access = state_access(trainer)
         shards = access.trainable_shards()
         names = self.masks.names(pl_module)
+        check_names(pl_module, names)
         if self._dynamic is not None:
             sizes = {name: math.prod(self.masks.entry(pl_module, name).shape) for name in names}
             self._dynamic.begin(trainer, sizes, shards)

@@ -38,9 +38,10 @@ class Optimum:
             mean loss and its neighbours.
         loss: The lowest mean loss of the sweep.
         is_at_end: Whether that is at an end of the sweep, so that the best may lie outside.
-        shift: In octaves, against the dense model of the same parameterization and width, the mean over seeds.
+        shift: In octaves, against the model that would be tuned: of the same parameterization, and of the sweep the
+            narrowest, and the densest of these. The mean over seeds.
         half_width: Of the 95 % interval of that, by Student's t over seeds; None with one seed.
-        regret: What the dense model's best rate of the sweep costs here: the mean loss there, less the lowest.
+        regret: What that model's best rate of the sweep costs here: the mean loss there, less the lowest.
     """
 
     log2_lr: float
@@ -65,17 +66,17 @@ class TransferReport:
     def optima(self) -> dict[Model, Optimum]:
         """By parameterization, width and density."""
         losses = self._losses()
-        dense = max(density for _, _, density in losses)
+        tuned = {kind: min((w, -d) for k, w, d in losses if k == kind) for kind, _, _ in losses}
         means = {model: _mean(by_seed) for model, by_seed in losses.items()}
         found = {}
         for (kind, width, density), by_seed in losses.items():
             mean = means[kind, width, density]
-            of_dense = means[kind, width, dense]
-            shifts = [best_log2(by_seed[seed])[0] - best_log2(losses[kind, width, dense][seed])[0] for seed in by_seed]
+            base = (kind, tuned[kind][0], -tuned[kind][1])
+            shifts = [best_log2(by_seed[seed])[0] - best_log2(losses[base][seed])[0] for seed in by_seed]
             spread = statistics.stdev(shifts) / math.sqrt(len(shifts)) if len(shifts) > 1 else None
             half = None if spread is None else T_95.get(len(shifts), 1.96) * spread
             log2_lr, is_at_end = best_log2(mean)
-            regret = mean[min(of_dense, key=lambda lr: of_dense[lr])] - min(mean.values())
+            regret = mean[min(means[base], key=means[base].__getitem__)] - min(mean.values())
             found[kind, width, density] = Optimum(
                 log2_lr, min(mean.values()), is_at_end, statistics.fmean(shifts), half, regret
             )
@@ -90,12 +91,12 @@ class TransferReport:
         return found
 
     def __rich__(self) -> Table:
-        table = Table(title="The best learning rate, and its shift against the dense model in octaves")
+        table = Table(title="The best learning rate, and its shift in octaves against the narrowest and densest model")
         for name in ("parameterization", "width", "density", "log2 of the best", "shift", "95 %", "loss", "regret"):
             table.add_column(name, justify="left" if name == "parameterization" else "right")
         for (kind, width, density), best in self.optima().items():
             end = " (end)" if best.is_at_end else ""
-            interval = f"± {best.half_width:.2f}" if best.half_width else ""  # none of the dense model itself
+            interval = f"± {best.half_width:.2f}" if best.half_width else ""  # none of that model itself
             table.add_row(
                 kind, str(width), f"{density:.4g}", f"{best.log2_lr:.2f}{end}", f"{best.shift:+.2f}", interval,
                 f"{best.loss:.4f}", f"{best.regret:.4f}",

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_paro.algorithms.supar import MaskState, SuParPlan, initialize, prefix_of, scale_forward
+from lightning_paro.algorithms.supar.init import check_names
 from lightning_paro.callbacks import ParamGroupGuard, SparseMask
 
 __all__ = ["SuParMixin"]
@@ -89,12 +90,13 @@ class SuParMixin:
             and to be read, ``lr_factor`` and ``is_hidden``.
 
         Raises:
-            ValueError: If an argument is not understood.
+            ValueError: If an argument is not understood, or parameters were renamed since.
             RuntimeError: If there is no plan yet, or one with masks that no SparseMask keeps.
         """
         plan = self.supar_plan
         if plan is None:
             raise RuntimeError("there is no plan yet. HINT: call supar_setup(plan) before supar_param_groups(...).")
+        check_names(self._module(), (self._supar_prefix + name for name in plan))
         trainer = self._trainer  # type: ignore[attr-defined]
         is_kept = trainer is None or any(isinstance(callback, SparseMask) for callback in trainer.callbacks)
         if self.supar_masks is not None and not is_kept:
@@ -135,6 +137,14 @@ class SuParMixin:
             }
             for (factor, decay, is_hidden), parameters in groups.items()
         ]
+
+    @property
+    def hparams_initial(self) -> Any:
+        """What loggers are given: the plan's digest in place of every tensor."""
+        initial = super().hparams_initial  # type: ignore[misc]
+        if HPARAM in initial:
+            initial[HPARAM] = SuParPlan.from_dict(initial[HPARAM]).digest
+        return initial
 
     def configure_callbacks(self) -> list[Any]:
         """Masks, and the ratios of learning rates, are kept by callbacks, unless the Trainer has them already."""

@@ -33,6 +33,14 @@ def test_the_best_of_a_parabola_is_its_vertex(at: float) -> None:
     assert best_log2(parabola(at, uneven))[0] == pytest.approx(at)
 
 
+def test_shifts_are_against_the_narrowest_and_densest() -> None:
+    wide = [row | {"width": 16} for row in rows({0.5: [-4.5], 0.25: [-4.0]})]
+    best = TransferReport([*wide, *rows({1.0: [-6.0], 0.25: [-5.0]})]).optima()
+    assert {key[1:]: best.shift for key, best in best.items()} == {
+        (8, 1.0): 0, (8, 0.25): pytest.approx(1), (16, 0.5): pytest.approx(1.5), (16, 0.25): pytest.approx(2),
+    }  # fmt: skip
+
+
 def test_the_best_at_an_end_says_so() -> None:
     assert best_log2(parabola(-9)) == (-8, True)
     assert best_log2(parabola(0)) == (-2, True)

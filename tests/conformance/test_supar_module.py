@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from lightning_paro.algorithms.supar import SuParPlan
@@ -204,6 +206,16 @@ def test_a_checkpoint_is_loaded_without_a_trainer(tmp_path: Path) -> None:
     assert {name for name, _ in loaded.named_parameters()} == {name for name, _ in module.named_parameters()}
     tokens = torch.arange(11)[None]
     assert torch.equal(loaded(tokens), module(tokens))
+
+
+def test_loggers_get_the_digest_and_checkpoints_the_plan(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name="", version="")
+    trainer, module = train(build=Kept, precision="32-true", logger=logger, steps=1)
+    plan = module.supar_plan
+    assert yaml.safe_load((tmp_path / "hparams.yaml").read_text()) == {"density": 0.5, "supar_plan": plan.digest}  # type: ignore[union-attr]
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=False)["hyper_parameters"]["supar_plan"]
+    assert SuParPlan.from_dict(saved) == plan
 
 
 def test_a_loaded_mask_wins_over_the_seeds(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from benchmarks import supar
 from benchmarks.lab import supar_runs
 from benchmarks.lab.supar_gpt import GPT
 from benchmarks.lab.supar_models import Writer, text_of
-from benchmarks.lab.supar_page import draw_coords, ratios, tell_coords, tell_time
+from benchmarks.lab.supar_page import draw_coords, ratios, tell_coords, tell_formats, tell_time
 from benchmarks.lab.supar_protocol import STUDIES, SUBJECTS, Run, Study
 from benchmarks.lab.supar_sweep_page import draw_iso, draw_sweep, report_of, tell_iso, tell_sweep
 from lightning_paro.experiments import Setting
@@ -201,6 +201,12 @@ def test_times_are_told() -> None:
     ]
     text = "\n".join(tell_time({"setup": SETUP, "rows": rows}, "supar_time"))
     assert "| 3 million, width 1024 | 2 × 8 | SparseMask | 10.20 | 1.020 | 1.250 | +25.0% |" in text
+
+
+def test_formats_are_told() -> None:
+    rows = [{"out": 64, "in": 32, "rows": 16, "us": {"dense": 3.4, "2:4": 2.6, "CSR": None}}]
+    text = "\n".join(tell_formats({"setup": SETUP, "rows": rows}, "supar_formats"))
+    assert "| 64 × 32 | 16 | 3 | **3** | none |" in text
 
 
 def test_models_with_equally_many_weights_are_told_and_drawn(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -9,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from lightning_paro.algorithms.supar.masks import generator_of
 from lightning_paro.algorithms.supar.plan import SuParPlan
 
-__all__ = ["initialize", "prefix_of"]
+__all__ = ["check_names", "initialize", "prefix_of"]
 
 
 def prefix_of(model: nn.Module, plan: SuParPlan) -> str:
@@ -34,6 +36,26 @@ def prefix_of(model: nn.Module, plan: SuParPlan) -> str:
                 "plan of this model."
             )
     return prefix
+
+
+def check_names(model: nn.Module, names: Iterable[str]) -> None:
+    """Refuse a model whose parameters were renamed since it was set up: no rule would find them.
+
+    Args:
+        model: As it is now.
+        names: Of parameters, as they were.
+
+    Raises:
+        ValueError: If one is not there.
+    """
+    there = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if lost := [name for name in names if name not in there]:
+        own = lost[0].rpartition(".")[2]
+        found = next((name for name in there if own in name.split(".")), "others")
+        raise ValueError(
+            f"{len(lost)} parameters of the plan, such as '{lost[0]}', are no longer in {type(model).__name__}, which "
+            f"has '{found}'. HINT: wrap modules before supar_setup, or compile them in place, by self.model.compile()."
+        )
 
 
 @torch.no_grad()

@@ -73,8 +73,8 @@ class Masks:
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
-    """A generator of its own for a tensor, from a seed and the tensor's name."""
-    digest = hashlib.sha256(f"{seed}\n{name}".encode()).digest()
+    """A generator of its own for a tensor, from a seed and the tensor's name, compiled or not."""
+    digest = hashlib.sha256(f"{seed}\n{name.replace('_orig_mod.', '')}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
@@ -132,7 +132,7 @@ def densities(masks: Masks, shapes: Mapping[str, tuple[int, int]]) -> dict[str, 
 
 
 def load_masks(path: str | Path) -> dict[str, Tensor]:
-    """Masks from a file, by parameter name.
+    """Masks from a file, by parameter name; they are mapped into memory, and read when they are looked at.
 
     Raises:
         ValueError: If the file is not there, or holds something else than bool tensors.
@@ -145,7 +145,7 @@ def load_masks(path: str | Path) -> dict[str, Tensor]:
 
         found: dict[str, Tensor] = load_file(path)
     else:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     wrong = [name for name, mask in found.items() if not isinstance(mask, Tensor) or mask.dtype is not torch.bool]
     if wrong:
         raise ValueError(f"'{wrong[0]}' in {path} is no bool tensor; expected masks by parameter name.")
