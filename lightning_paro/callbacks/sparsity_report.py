@@ -14,6 +14,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_paro.algorithms.supar import MaskState
+from lightning_paro.algorithms.supar.masks import as_rows
 from lightning_paro.callbacks import _reports
 from lightning_paro.callbacks.sparse_mask import SparseMask
 from lightning_paro.state_access import state_access
@@ -53,7 +54,7 @@ class SparsityReport(Callback):
             for name in names:
                 value = module.get_parameter(name).detach()
                 mask = state.mask(module, name)
-                per_output = (mask.t() if axes[name] == 0 else mask).flatten(1).sum(1)
+                per_output = as_rows(mask, axes[name]).sum(1)
                 self.rows.append({
                     "tensor": name, "shape": tuple(mask.shape), "density": mask.float().mean().item(),
                     "nonzero": (value != 0).float().mean().item(),

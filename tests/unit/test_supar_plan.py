@@ -232,6 +232,25 @@ def test_experts_in_one_tensor_are_not_guessed() -> None:
         SuParPlan.from_model(model, base_width=8)
 
 
+def test_experts_that_are_told_have_the_fan_in_of_one() -> None:
+    def config(width: int, inner: int) -> MixtralConfig:
+        return MixtralConfig(
+            hidden_size=width, intermediate_size=inner, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=2, num_local_experts=3, vocab_size=50,
+        )  # fmt: skip
+
+    told: dict[str, Any] = {"experts": {"role": "hidden", "density": 0.5}, "gate": {"role": "output"}}
+    with torch.device("meta"):
+        model = MixtralForCausalLM(config(64, 160))
+    plan = SuParPlan.from_model(model, base_config=config(16, 32), overrides=told, masks=Masks("block", 1.0, block=8))
+    up, down = (plan[f"model.layers.0.mlp.experts.{name}_proj"] for name in ("gate_up", "down"))
+    assert (up.shape, up.fan_in, up.m_d) == ((3, 320, 64), 64, 4)
+    assert (down.shape, down.fan_in, down.m_d) == ((3, 64, 160), 160, 5)
+    assert up.rho == down.rho == 0.5
+    squares = plan.mask("model.layers.0.mlp.experts.down_proj").view(3, 8, 8, 20, 8).float().mean((2, 4))
+    assert ((squares == 0) | (squares == 1)).all()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

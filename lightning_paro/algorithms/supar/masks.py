@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["KINDS", "Kind", "Masks", "check_mask", "densities", "draw_mask", "generator_of", "load_masks"]
+__all__ = ["KINDS", "Kind", "Masks", "as_rows", "check_mask", "densities", "draw_mask", "generator_of", "load_masks"]
 
 Kind = Literal["random", "bernoulli", "nm", "block", "er", "file"]
 KINDS: tuple[Kind, ...] = ("random", "bernoulli", "nm", "block", "er", "file")
@@ -85,7 +85,7 @@ def draw_mask(masks: Masks, name: str, shape: tuple[int, ...], axis: int, densit
         masks: How; of any kind but ``"file"``.
         name: Of the parameter.
         shape: Of the parameter.
-        axis: The dimension of fan-in, 0 or 1; all after it belong to 1.
+        axis: The dimension of fan-in, see :func:`as_rows`.
         density: Of this tensor.
 
     Returns:
@@ -99,11 +99,23 @@ def draw_mask(masks: Masks, name: str, shape: tuple[int, ...], axis: int, densit
         return torch.rand(shape, generator=generator, dtype=torch.float32) < density
     if masks.kind in ("random", "er"):
         return _exactly(math.prod(shape), density, generator).view(shape)
-    rows = (shape[1], shape[0]) if axis == 0 else (shape[0], math.prod(shape[1:]))
+    outputs, inputs = as_rows(torch.empty(shape, device="meta"), axis).shape
+    rows = (outputs, inputs)
     drawn = (
         _groups(masks, name, rows, generator) if masks.kind == "nm" else _squares(masks, name, rows, density, generator)
     )
     return drawn.t().contiguous() if axis == 0 else drawn.view(shape)
+
+
+def as_rows(tensor: Tensor, axis: int) -> Tensor:
+    """A matrix with a row an output, ``(outputs, fan-in)``.
+
+    Args:
+        tensor: Of two or more dimensions.
+        axis: The dimension of fan-in: 0 of a matrix that is kept transposed; 1 with all after it, as a convolution has
+            it; or the last of several, as in a stack of matrices.
+    """
+    return tensor.t() if axis == 0 else tensor.flatten(axis).flatten(0, axis - 1)
 
 
 def densities(masks: Masks, shapes: Mapping[str, tuple[int, int]]) -> dict[str, float]:

@@ -23,7 +23,8 @@ class TensorRole:
     Attributes:
         role: What it is.
         shape: Its shape.
-        axis: The dimension that is summed over: 1 of nn.Linear, 0 of transformers' Conv1D and of a table.
+        axis: The dimension that is summed over: 1 of nn.Linear and, with those after it, of a convolution; 0 of
+            transformers' Conv1D and of a table; the last of a stack of matrices, such as those of experts.
         is_sparse: Whether it is a projection inside a block, which may be made sparse.
         why: How it was recognised.
     """
@@ -39,7 +40,7 @@ class TensorRole:
         """Numbers that an output is the sum of."""
         if len(self.shape) < 2:
             return 1
-        return self.shape[0] if self.axis == 0 else math.prod(self.shape[1:])
+        return self.shape[0] if self.axis == 0 else math.prod(self.shape[self.axis :])
 
     @property
     def fan_out(self) -> int:
@@ -80,13 +81,14 @@ def find_roles(model: nn.Module, told: Mapping[str, Role]) -> dict[str, TensorRo
                 role, is_sparse, why = given, is_sparse and given == "hidden", "as told"
             elif id(parameter) not in places and not _is_vector(module, name, parameter):
                 lost.append(f"'{name}' {tuple(parameter.shape)} of {type(module).__name__}")
-            found[name] = TensorRole(role, tuple(parameter.shape), _axis(module), is_sparse, why)
+            found[name] = TensorRole(role, tuple(parameter.shape), _axis(module, parameter), is_sparse, why)
     if lost:
         more = f" and {len(lost) - 2} more" if len(lost) > 2 else ""
         name = lost[0].split("'")[1]
         raise ValueError(
-            f"no role is known of {', '.join(lost[:2])}{more}. HINT: overrides={{'{name}': {{'role': 'hidden'}}}}, or "
-            "'embedding', 'output' or 'vector'; a pattern such as '*experts*' says it of several."
+            f"no role is known of {', '.join(lost[:2])}{more}. HINT: overrides={{'{name}': {{'role': 'hidden'}}}} if "
+            "it maps width to width, 'embedding' if it is added to the input or makes it, else 'output' or 'vector'; a "
+            "pattern such as '*experts*' says it of several."
         )
     return found
 
@@ -156,8 +158,11 @@ def _matrices(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _is_projection(module: nn.Module) -> bool:
-    is_conv = isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
-    return isinstance(module, (nn.Linear, nn.MultiheadAttention)) or is_conv or is_transposed(module)
+    return isinstance(module, (nn.Linear, nn.MultiheadAttention)) or _is_conv(module) or is_transposed(module)
+
+
+def _is_conv(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -165,8 +170,10 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def _axis(module: nn.Module) -> int:
-    return 0 if is_transposed(module) or isinstance(module, nn.Embedding) else 1
+def _axis(module: nn.Module, parameter: nn.Parameter) -> int:
+    if is_transposed(module) or isinstance(module, nn.Embedding):
+        return 0
+    return 1 if _is_conv(module) else max(parameter.ndim - 1, 1)
 
 
 def _is_vector(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:

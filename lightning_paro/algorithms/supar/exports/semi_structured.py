@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.sparse import to_sparse_semi_structured
 
 from lightning_paro.algorithms.supar.exports.sparse_linear import masked_layers, put, weight_of
+from lightning_paro.algorithms.supar.masks import as_rows
 
 __all__ = ["Timer", "Timing", "Timings", "check_groups", "cuda_timer", "measure", "semi_structured"]
 
@@ -86,7 +87,7 @@ def check_groups(name: str, mask: Tensor, axis: int) -> None:
     Raises:
         ValueError: If it does.
     """
-    rows = mask.t() if axis == 0 else mask.flatten(1)
+    rows = as_rows(mask, axis)
     if rows.shape[1] % 4:
         raise ValueError(f"'{name}' has a fan-in of {rows.shape[1]}; expected a multiple of 4. HINT: exclude it.")
     kept = int(rows.reshape(len(rows), -1, 4).sum(-1).max())
