@@ -83,6 +83,19 @@ def test_every_partition_equals_training_by_hand(pool: Pool, some: tuple[str, ..
             assert kept <= total / parts + 200, name  # of its own part only
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("bf16-true", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["ddp", "iig", pytest.param("ggg", marks=pytest.mark.full)])
+def test_nothing_masked_lives_in_other_precisions(pool: Pool, name: str, precision: str) -> None:
+    plan = Net().supar_plan
+    assert plan is not None
+    for found, living, kept in pool.run(_on_ranks, name, precision=precision):
+        assert kept
+        assert not living
+        for key in plan.sparse:
+            assert not found[key][~plan.mask(key)].any(), key
+            assert found[key][plan.mask(key)].any(), key
+
+
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
