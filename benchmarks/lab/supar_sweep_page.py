@@ -50,18 +50,22 @@ def tell_sweep(report: Report, name: str) -> Iterator[str]:
         "arm": [ARMS[arm] for (arm, _, _), _ in told],
         "density": [f"{density:.4g}" for (_, _, density), _ in told],
         "best rate, log2": [f"{b.log2_lr:.2f}{' (end)' * b.is_at_end}" for _, b in told],
-        "shift, octaves": ["" if key[2] == 1 else f"{b.shift:+.2f} ± {b.half_width or 0:.2f}" for key, b in told],
+        "shift, octaves": ["" if key[2] == 1 else _shift(b) for key, b in told],
         "lowest loss": [f"{b.loss:.4f}" for _, b in told],
         "regret": ["" if key[2] == 1 else f"{b.regret:.4f}" for key, b in told],
     })  # fmt: skip
     yield ""
     verdicts = []
     for arm in dict.fromkeys(arm for (arm, _, _), _ in told):
-        largest = max((abs(b.shift) for (other, _, _), b in told if other == arm), default=0.0)
+        largest = max(abs(b.shift) if math.isfinite(b.shift) else math.inf for (other, _, _), b in told if other == arm)
         verdicts.append(f"{ARMS[arm]} {'carries over' if largest <= SHIFT else 'does not'} (at most {largest:.2f})")
     yield "; ".join(verdicts) + "."
     yield ""
     yield f"![Loss against learning rate](pictures/{name.replace('_', '-')}.png)"
+
+
+def _shift(best: Optimum) -> str:
+    return f"{best.shift:+.2f} ± {best.half_width or 0:.2f}{' (end)' * best.is_shift_at_end}"
 
 
 def draw_sweep(report: Report, path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
@@ -54,6 +55,11 @@ class DynamicMasks:
         self._device = torch.device("cpu")
         self._world_size = 1
 
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """What has to be the same on all ranks."""
+        return self.rule, self._every, self._drop_fraction, self._until
+
     def check_kind(self, kind: Kind) -> None:
         """Refuse masks of a kind that would be lost.
 
@@ -66,6 +72,20 @@ class DynamicMasks:
             raise ValueError(
                 f"kind={kind!r} with dynamic={self.rule!r}, which {why}; expected one of {', '.join(fitting)}. HINT: "
                 "kind='random', or static masks."
+            )
+
+    def check_callbacks(self, trainer: Trainer) -> None:
+        """Refuse averages of weights: those of what was dropped on the way are not zero.
+
+        Raises:
+            ValueError: If a callback of the trainer makes them.
+        """
+        averaging = (StochasticWeightAveraging, WeightAveraging)
+        found = next((c for c in trainer.callbacks if isinstance(c, averaging)), None)  # type: ignore[attr-defined]
+        if found is not None:
+            raise ValueError(
+                f"dynamic={self.rule!r} with {type(found).__name__}: the average of weights whose masks change is not "
+                "masked. HINT: static masks, or no averaging."
             )
 
     def check_plan(self, who: str, masks: Masks) -> None:

@@ -26,7 +26,8 @@ class CoordCheck(Callback):
     Reference: Dey et al. 2024, figure 5; Yang et al., "Tensor Programs V", appendix D.1.
 
     Args:
-        steps: Optimizer steps to record; with accumulation the mean over micro-batches.
+        steps: Optimizer steps to record; with accumulation the mean over micro-batches. Only calls of training count,
+            not those of validation.
         modules: Names of the modules to watch; None are the repeated blocks and all that hold a matrix.
 
     Raises:
@@ -41,7 +42,7 @@ class CoordCheck(Callback):
         self.steps = steps
         self.modules = modules
         self.rows: list[dict[str, Any]] = []
-        """By step and module: ``step``, ``module``, ``width``, ``density``, ``parameterization``, ``value``."""
+        """By step and module: ``step``, ``module``, ``m_d``, ``density``, ``parameterization``, ``value``."""
         self._activations: Activations | None = None
         self._begun, self._step = 0, 0  # optimizer steps
         self._folder: str | None = None
@@ -52,19 +53,28 @@ class CoordCheck(Callback):
         self._folder = trainer.log_dir if trainer.loggers else None
         names = watched(pl_module) if self.modules is None else list(self.modules)
         self._activations = Activations(pl_module, names)
+        self._activations.is_paused = True
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._activations is not None:
+            self._activations.is_paused = False
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._activations is None or trainer.global_step == self._step:
+        if self._activations is None:
+            return
+        self._activations.is_paused = True  # validation comes between batches; what is frozen is in eval mode anyway
+        if trainer.global_step == self._step:
             return  # in the middle of an accumulation
         self._step = trainer.global_step
         found = self._activations.read()
         plan: Any = getattr(pl_module, "supar_plan", None)
-        about = {"width": None, "density": None, "parameterization": None}
+        about = {"m_d": None, "density": None, "parameterization": None}
         if plan is not None:
-            about = {"width": plan.width, "density": plan.masks.density, "parameterization": plan.parameterization}
+            about = {"m_d": plan.width, "density": plan.masks.density, "parameterization": plan.parameterization}
         step = self._step - self._begun - 1
         self.rows += [{"step": step, "module": name, **about, "value": value} for name, value in found.items()]
         if not trainer.barebones:

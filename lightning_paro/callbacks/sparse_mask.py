@@ -8,17 +8,21 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_paro.algorithms.supar import Masks, MaskState, SuParPlan
 from lightning_paro.algorithms.supar.dynamic import Rule
 from lightning_paro.algorithms.supar.init import check_names
+from lightning_paro.algorithms.supar.mask_state import attached
 from lightning_paro.algorithms.supar.masks import Kind
 from lightning_paro.algorithms.supar.roles import find_roles, width_of
+from lightning_paro.callbacks._accord import in_accord
 from lightning_paro.callbacks._dynamic_masks import DynamicMasks
-from lightning_paro.state_access import Shard, state_access
+from lightning_paro.state_access import Shard, is_elementwise, state_access
 
 __all__ = ["SparseMask"]
 
@@ -82,13 +86,20 @@ class SparseMask(Callback):
         self._dynamic = DynamicMasks(dynamic, every, drop_fraction, until) if dynamic is not None else None
         if self._dynamic is not None:
             self._dynamic.check_kind(kind)
+        if isinstance(exclude, str):
+            raise ValueError(f"exclude={exclude!r} must be several patterns. HINT: exclude=({exclude!r},).")
         is_asked = density is not None or kind in ("nm", "file")
         self._masks = Masks(kind, 1.0 if density is None else density, n, m, block, path, seed) if is_asked else None
         self._exclude = tuple(exclude)
+        if self._masks is None and (kind, seed, self._exclude, path) != ("random", 0, (), None):
+            raise ValueError(
+                f"SparseMask has kind={kind!r}, seed={seed}, exclude={self._exclude}, path={path!r}, and no density. "
+                "HINT: SparseMask(density=0.25, ...); without arguments it has the masks of the module's plan."
+            )
         self.masks: MaskState | None = None
         """Where masks come from, once the callback is set up."""
         self._dropped: dict[str, Tensor] = {}  # of this rank's parts: what is not kept
-        self._is_kept: bool | None = None  # by the optimizer: whether what is zero and has no gradient stays zero
+        self._is_kept = False  # by optimizers: whether what is zero, without gradient and moments, is sure to stay zero
         self._step = 0
 
     @override
@@ -98,12 +109,20 @@ class SparseMask(Callback):
                 f"{type(trainer.strategy).__name__} does not say which part of a parameter a rank holds, so masks "
                 "cannot be kept. HINT: Trainer(strategy='paro_ggg'), ModelParallelStrategy, or DDP."
             )
+        if self._dynamic is not None:
+            self._dynamic.check_callbacks(trainer)
+        if any(isinstance(callback, LearningRateFinder) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            rank_zero_warn(
+                "the learning rate finder trains without SparseMask, so what it suggests is for the dense model. HINT: "
+                "lightning_paro.experiments.lr_transfer_sweep."
+            )
+        self.masks = None
         is_later = hasattr(pl_module, "supar_plan") and pl_module.supar_plan is None and self._masks is None
         if not is_later:  # else the plan is made in configure_model
             self._find_masks(pl_module, stage)
 
     def _find_masks(self, module: LightningModule, stage: str) -> None:
-        """Those of the module's plan, or else of the arguments."""
+        """Those of the module's plan, those that the module had in an earlier training, or those of the arguments."""
         own: MaskState | None = getattr(module, "supar_masks", None)
         name = type(module).__name__
         if own is not None and self._masks is not None:
@@ -115,14 +134,15 @@ class SparseMask(Callback):
             if self._dynamic is not None:
                 self._dynamic.check_plan(name, own.plan(module).masks)
             self.masks = own
-        elif self.masks is None:
-            is_planned = getattr(module, "supar_plan", None) is not None
-            if self._masks is None and (self._dynamic is not None or not is_planned):
-                if stage != "fit":
-                    return
-                plan = "a dense plan" if is_planned else "no plan"
+            return
+        if self._masks is None and (self._dynamic is not None or not hasattr(module, "supar_plan")):
+            if stage == "fit":
+                plan = "a dense plan" if hasattr(module, "supar_plan") else "no plan"
                 raise ValueError(f"SparseMask() has no density, and the module {plan}. HINT: SparseMask(density=0.25).")
-            is_dense_first = self._dynamic is not None and self._dynamic.rule == "gmp"
+            return
+        is_dense_first = self._dynamic is not None and self._dynamic.rule == "gmp"
+        self.masks = self.masks or attached(module)
+        if self.masks is None:
             self.masks = MaskState(self._plan, is_dense_first=is_dense_first)
             self.masks.attach(module)
 
@@ -135,34 +155,67 @@ class SparseMask(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take this rank's part of every mask, and apply it to what was built or loaded."""
-        self._find_masks(pl_module, "fit")
+        with in_accord("SparseMask", trainer.world_size, lambda: self._description(pl_module)):
+            self._find_masks(pl_module, "fit")
+            self._check_masks(pl_module)
         assert self.masks is not None
-        self._is_kept, self._step = None, trainer.global_step
+        self._is_kept, self._step = all(map(is_elementwise, trainer.optimizers)), trainer.global_step
         access = state_access(trainer)
-        shards = access.trainable_shards()
         names = self.masks.names(pl_module)
-        check_names(pl_module, names)
+        frozen = [name for name in names if not pl_module.get_parameter(name).requires_grad]
+        if frozen:
+            with access.full_parameters(pl_module, writeback=True), torch.no_grad():
+                for name in frozen:
+                    parameter = pl_module.get_parameter(name)
+                    parameter.data.mul_(self.masks.mask(pl_module, name).to(parameter.device))
+        shards = access.trainable_shards()
         if self._dynamic is not None:
             sizes = {name: math.prod(self.masks.entry(pl_module, name).shape) for name in names}
             self._dynamic.begin(trainer, sizes, shards)
-        self._dropped = {n: ~_part(self.masks.mask(pl_module, n), shards[n]) for n in names if n in shards}
-        with torch.no_grad():
-            for name, dropped in self._dropped.items():
-                _clear(shards[name], dropped)
+        self._dropped = {}
+        self._take(pl_module, shards)
         access.update_parameters()
+
+    def _check_masks(self, module: LightningModule) -> None:
+        assert self.masks is not None
+        check_names(module, self.masks.names(module))
+        if self._masks is not None and self.masks.plan(module) != (wanted := self._plan(module)):
+            there, here = self.masks.plan(module).masks, wanted.masks
+            raise ValueError(
+                f"{type(module).__name__} was trained with other masks before: {there} there, {here} here, or other "
+                "patterns in exclude. HINT: a new module, or a SparseMask with the same arguments."
+            )
+
+    def _description(self, module: LightningModule) -> dict[str, Any]:
+        assert self.masks is not None
+        dynamic = self._dynamic.settings if self._dynamic is not None else None
+        return {"masks": self.masks.plan(module).digest, "dynamic masks": dynamic}
+
+    def _take(self, module: LightningModule, shards: Mapping[str, Shard]) -> bool:
+        """Take this rank's part of masks that it has not yet, of what is trained now; whether there were any."""
+        assert self.masks is not None
+        new = [name for name in self.masks.names(module) if name in shards and name not in self._dropped]
+        with torch.no_grad():
+            for name in new:
+                self._dropped[name] = ~_part(self.masks.mask(module, name), shards[name])
+                _clear(shards[name], self._dropped[name], is_elementwise=self._is_kept)
+        return bool(new)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Before gradients are clipped: change dynamic masks; of what is not kept there are no gradients."""
-        shards = state_access(trainer).trainable_shards()
+        access = state_access(trainer)
+        shards = access.trainable_shards()
+        if self._take(pl_module, shards):  # unfrozen since
+            access.update_parameters()
         if self._dynamic is not None and self._dynamic.is_due(trainer.global_step):
             with torch.no_grad():
                 self._change(self._dynamic, trainer.global_step, pl_module, shards)
-            state_access(trainer).update_parameters()  # at once, as a scaler of gradients may skip the step
-        for name, dropped in self._dropped.items():
+            access.update_parameters()  # at once, as a scaler of gradients may skip the step
+        for name in self._dropped.keys() & shards.keys():
             gradient = shards[name].grad
             if gradient is not None:
-                gradient.masked_fill_(dropped, 0)
+                gradient.masked_fill_(self._dropped[name], 0)
 
     def _change(self, dynamic: DynamicMasks, step: int, module: LightningModule, shards: Mapping[str, Shard]) -> None:
         """Take the next masks and clear what they drop; what they grow was masked, so it is zero without moments."""
@@ -173,25 +226,24 @@ class SparseMask(Callback):
             self.masks.replace(name, mask)
             if shard is not None:
                 self._dropped[name] = ~_part(mask, shard)
-                _clear(shard, self._dropped[name])
+                _clear(shard, self._dropped[name], is_elementwise=self._is_kept)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After the first step, look whether the optimizer has left masked weights at zero; if not, see to it."""
+        """Where an optimizer may have moved what is masked, look whether it has, and take that back."""
         if trainer.global_step == self._step or self._is_kept:
             return
         self._step = trainer.global_step
         access = state_access(trainer)
         shards = access.trainable_shards()
-        if self._is_kept is None:
-            living = any(bool(shards[name].value[dropped].any()) for name, dropped in self._dropped.items())
-            self._is_kept = trainer.strategy.reduce_boolean_decision(not living, all=True)
-        if not self._is_kept:
+        there = self._dropped.keys() & shards.keys()
+        living = any(bool(shards[name].value[self._dropped[name]].any()) for name in there)
+        if trainer.strategy.reduce_boolean_decision(living, all=False):
             with torch.no_grad():
-                for name, dropped in self._dropped.items():
-                    _clear(shards[name], dropped)
+                for name in there:
+                    shards[name].value.masked_fill_(self._dropped[name], 0)
             access.update_parameters()
 
     @override
@@ -205,9 +257,9 @@ def _part(mask: Tensor, shard: Shard) -> Tensor:
     return here.view(shard.value.shape).to(shard.value.device)
 
 
-def _clear(shard: Shard, dropped: Tensor) -> None:
-    """Zero values and moments of what is not kept; elementwise optimizers leave them so where gradients are zero."""
+def _clear(shard: Shard, dropped: Tensor, is_elementwise: bool) -> None:
+    """Zero values of what is not kept, and moments where they are known to be an element's own."""
     shard.value.masked_fill_(dropped, 0)
-    for value in shard.state.values():
+    for value in shard.state.values() if is_elementwise else ():
         if isinstance(value, Tensor) and value.shape == dropped.shape:
             value.masked_fill_(dropped, 0)

@@ -84,9 +84,9 @@ def _count(row: dict[str, Any]) -> int:
 
 def _table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     table = Table(title=f"Sparsity {title}")
-    table.add_column("tensor")
-    for name in ("shape", "density", "not zero", "weights an output", "cut off"):
-        table.add_column(name, justify="right")
+    table.add_column("tensor", overflow="fold")
+    for name in ("shape", "density", "not zero", "weights\nan output", "cut off"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         shape = " × ".join(map(str, row["shape"]))
         shares = (f"{row['density']:.4%}", f"{row['nonzero']:.4%}", f"{row['weights_per_output']:.1f}")

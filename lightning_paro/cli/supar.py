@@ -95,7 +95,8 @@ def sweep(
         seeds: How many, from 0.
         steps: Optimizer steps of a run.
         mode: Sweep the learning rate of all tensors, or of hidden weights only.
-        runs: A file of JSON lines: runs are written to it one by one, and those that are there are not made again.
+        runs: A file of JSON lines, for one module and one data: runs are written to it one by one, and those that are
+            there are not made again.
         accelerator: As the Trainer's.
         csv: Write every run to this file.
         plot: Draw loss against learning rate into this file.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
-from typing import Any
+from numbers import Real
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -19,7 +20,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lightning_paro.algorithms.supar import Parameterization
 from lightning_paro.algorithms.supar.rules import PARAMETERIZATIONS
 
-__all__ = ["Make", "Setting", "check_choices", "settings_of", "shown", "train"]
+__all__ = ["Make", "Setting", "numbers", "settings_of", "shown", "train"]
+
+Number = TypeVar("Number", int, float)
+Choice = TypeVar("Choice")
 
 
 @dataclass(frozen=True)
@@ -56,28 +60,40 @@ def settings_of(
     seeds: Sequence[int],
     lrs: Sequence[float | None] = (None,),
 ) -> list[Setting]:
-    """All of them."""
-    return [Setting(*each) for each in product(parameterizations, widths, densities, seeds, lrs)]
-
-
-def check_choices(
-    parameterizations: Sequence[str], widths: Sequence[int], densities: Sequence[float], seeds: Sequence[int]
-) -> None:
-    """Refuse what cannot be compared.
+    """All of them, in Python's own numbers.
 
     Raises:
         ValueError: If something is empty, appears twice, or is not understood.
     """
-    for name, values in (
-        ("parameterizations", parameterizations), ("widths", widths), ("densities", densities), ("seeds", seeds),
-    ):  # fmt: skip
-        if isinstance(values, str) or not values or len(set(values)) != len(values):
-            raise ValueError(f"{name}={values!r}: expected one or more different values.")
-    unknown = [name for name in parameterizations if name not in PARAMETERIZATIONS]
+    kinds = _different("parameterizations", parameterizations)
+    unknown = [name for name in kinds if name not in PARAMETERIZATIONS]
     if unknown:
         raise ValueError(f"parameterizations: {unknown[0]!r} is not one of {', '.join(PARAMETERIZATIONS)}.")
-    if any(not 0 < density <= 1 for density in densities):
+    shares = numbers("densities", densities, float)
+    if any(not 0 < density <= 1 for density in shares):
         raise ValueError(f"densities={densities!r}: expected numbers above 0 and up to 1.")
+    every = product(kinds, numbers("widths", widths, int), shares, numbers("seeds", seeds, int), lrs)
+    return [Setting(*each) for each in every]
+
+
+def numbers(name: str, values: Sequence[float], kind: type[Number]) -> list[Number]:
+    """Python's own numbers of any, such as numpy's, which cannot be written as JSON.
+
+    Raises:
+        ValueError: If there is none, one appears twice or is no such number.
+    """
+    for value in _different(name, values):
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if not is_number or (kind is int and not float(value).is_integer()):
+            raise ValueError(f"{name}: expected {'whole ' * (kind is int)}numbers, and {value!r} is none.")
+    return [kind(value) for value in values]
+
+
+def _different(name: str, values: Iterable[Choice]) -> list[Choice]:
+    several = [] if isinstance(values, str) or not isinstance(values, Iterable) else list(values)
+    if not several or len(set(several)) != len(several):
+        raise ValueError(f"{name}={values!r}: expected one or more different values.")
+    return several
 
 
 def train(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from rich.table import Table
 
 from lightning_paro.algorithms.supar import Parameterization
 from lightning_paro.callbacks import CoordCheck
-from lightning_paro.experiments._settings import Make, check_choices, settings_of, shown, train
+from lightning_paro.experiments._settings import Make, settings_of, shown, train
 from lightning_paro.experiments._written import panels, write_rows
 
 __all__ = ["CoordReport", "coord_check"]
@@ -41,13 +42,19 @@ class CoordReport:
         return {key: statistics.fmean(values) for key, values in found.items()}
 
     def ratios(self) -> dict[Key, float]:
-        """Every mean as a multiple of that of the largest density, of the same width, module and step."""
+        """Every mean as a multiple of that of the largest density, of the same width, module and step.
+
+        It is infinite where one of the two has diverged, or that of the largest density alone is zero.
+        """
         means = self.means()
         dense = max(density for _, _, density, _, _ in means)
-        return {key: value / means[key[0], key[1], dense, key[3], key[4]] for key, value in means.items()}
+        return {key: _ratio(value, means[key[0], key[1], dense, key[3], key[4]]) for key, value in means.items()}
 
     def deviation(self, parameterization: str) -> float:
-        """The largest deviation of any activation from that of the dense model, as a share of it."""
+        """The largest deviation of any activation from that of the dense model, as a share of it.
+
+        It is infinite if activations have diverged.
+        """
         return max(abs(ratio - 1) for key, ratio in self.ratios().items() if key[0] == parameterization)
 
     def __rich__(self) -> Table:
@@ -98,6 +105,14 @@ class CoordReport:
                 axes.set_yscale("log")
 
 
+def _ratio(value: float, dense: float) -> float:
+    if not math.isfinite(value) or not math.isfinite(dense):
+        return math.inf  # NaN would be lost among others
+    if not dense:
+        return math.inf if value else 1.0
+    return value / dense
+
+
 def coord_check(
     make: Make,
     data: Any,
@@ -129,7 +144,6 @@ def coord_check(
     Raises:
         ValueError: If an argument is not understood.
     """
-    check_choices(parameterizations, widths, densities, seeds)
     rows: list[dict[str, Any]] = []
     for setting in shown(settings_of(parameterizations, widths, densities, seeds), "coordinate check"):
         check = CoordCheck(steps, modules)

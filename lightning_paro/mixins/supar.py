@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_paro.algorithms.supar import MaskState, SuParPlan, initialize, prefix_of, scale_forward
 from lightning_paro.algorithms.supar.init import check_names
+from lightning_paro.algorithms.supar.plan import difference
 from lightning_paro.callbacks import ParamGroupGuard, SparseMask
 
 __all__ = ["SuParMixin"]
 
 HPARAM = "supar_plan"
-"""Where the plan is in hparams, and so in checkpoints."""
+"""Where the plan is in hparams and in checkpoints."""
 
 
 class SuParMixin:
@@ -41,29 +42,35 @@ class SuParMixin:
     """The plan of :meth:`supar_setup`."""
     supar_masks: MaskState | None = None
     """Where masks come from, if the plan has any."""
+    _supar_prefix = ""
+    _supar_built: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no child of the module
+    _supar_callbacks = False  # whether they were given to a Trainer
 
     def supar_setup(self, plan: SuParPlan) -> None:
         """Draw initial values, set masked weights to zero, and put the plan's factors into the forward.
 
         Call it in ``__init__`` or ``configure_model``, on real tensors, before anything wraps or shards the model. A
-        second call with the same plan does nothing, so values that were trained stay.
+        second call with the same plan does nothing, so values that were trained stay, unless the model was built anew.
 
         Raises:
             ValueError: If the plan is of another model, tensors are not there yet, or it was set up with another plan.
         """
         module = self._module()
+        prefix = prefix_of(module, plan) if self.supar_plan is None else self._supar_prefix
+        place = (prefix + next(iter(plan))).rpartition(".")[0]
         if self.supar_plan is not None:
             if self.supar_plan != plan:
                 raise ValueError(
-                    f"supar_setup was called before with another plan: {_difference(self.supar_plan, plan)}. HINT: one "
+                    f"supar_setup was called before with another plan: {difference(self.supar_plan, plan)}. HINT: one "
                     "plan a module; build a new module for another."
                 )
-            return
-        prefix = prefix_of(module, plan)
+            if module.get_submodule(place) is self._supar_built[0]:
+                return
         initialize(module, plan, prefix)
         scale_forward(module, plan, prefix)
         self.supar_plan, self._supar_prefix = plan, prefix
-        if plan.sparse:
+        self._supar_built = (module.get_submodule(place),)
+        if plan.sparse and self.supar_masks is None:
             self.supar_masks = MaskState(plan, prefix)
             self.supar_masks.attach(module)
         self.hparams[HPARAM] = plan.to_dict()  # type: ignore[attr-defined]
@@ -87,24 +94,16 @@ class SuParMixin:
 
         Returns:
             Groups with ``params``, ``lr``, ``weight_decay`` and, for :class:`~lightning_paro.callbacks.ParamGroupGuard`
-            and to be read, ``lr_factor`` and ``is_hidden``.
+            and to be read, ``lr_factor``, ``is_hidden`` and ``rule``, whose rules they are.
 
         Raises:
             ValueError: If an argument is not understood, or parameters were renamed since.
-            RuntimeError: If there is no plan yet, or one with masks that no SparseMask keeps.
+            RuntimeError: If there is no plan yet.
         """
         plan = self.supar_plan
         if plan is None:
             raise RuntimeError("there is no plan yet. HINT: call supar_setup(plan) before supar_param_groups(...).")
         check_names(self._module(), (self._supar_prefix + name for name in plan))
-        trainer = self._trainer  # type: ignore[attr-defined]
-        is_kept = trainer is None or any(isinstance(callback, SparseMask) for callback in trainer.callbacks)
-        if self.supar_masks is not None and not is_kept:
-            raise RuntimeError(
-                "the plan has masks, and no SparseMask keeps them: masked weights would be trained. HINT: "
-                "configure_callbacks of the module is to return what super().configure_callbacks() does, and more; or "
-                "Trainer(callbacks=[SparseMask()])."
-            )
         for name, value in (("lr", lr), ("weight_decay", weight_decay)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
                 raise ValueError(f"{name}={value!r} must be a number, 0 or more.")
@@ -134,6 +133,7 @@ class SuParMixin:
                 "weight_decay": weight_decay * decay,
                 "lr_factor": factor,
                 "is_hidden": is_hidden,
+                "rule": optimizer,
             }
             for (factor, decay, is_hidden), parameters in groups.items()
         ]
@@ -148,20 +148,58 @@ class SuParMixin:
 
     def configure_callbacks(self) -> list[Any]:
         """Masks, and the ratios of learning rates, are kept by callbacks, unless the Trainer has them already."""
-        wanted = [SparseMask, ParamGroupGuard] if self.supar_masks is not None else [ParamGroupGuard]
+        self._supar_callbacks = True
+        is_dense = self.supar_plan is not None and self.supar_masks is None  # a plan of configure_model may have masks
+        wanted = [ParamGroupGuard] if is_dense else [SparseMask, ParamGroupGuard]
         there = self.trainer.callbacks  # type: ignore[attr-defined]
         missing = [kind() for kind in wanted if not any(isinstance(callback, kind) for callback in there)]
         return [*super().configure_callbacks(), *missing]  # type: ignore[misc]
 
+    def on_train_start(self) -> None:
+        """Refuse a training whose masks nobody keeps, or that is not of this model."""
+        super().on_train_start()  # type: ignore[misc]
+        there = self.trainer.callbacks  # type: ignore[attr-defined]
+        if self.supar_plan is not None and any(type(callback).__name__ == "_LRCallback" for callback in there):
+            raise RuntimeError(
+                "the learning rate finder (lr_find) trains without masks and with one learning rate for all groups, so "
+                "it would find another model's. HINT: lightning_paro.experiments.lr_transfer_sweep, on a small dense "
+                "model; its learning rate carries over."
+            )
+        is_kept = self._supar_callbacks or any(isinstance(callback, SparseMask) for callback in there)
+        if self.supar_masks is not None and not is_kept:
+            raise RuntimeError(
+                "the plan has masks, and no SparseMask keeps them: masked weights would be trained. HINT: "
+                "configure_callbacks of the module is to return what super().configure_callbacks() does, and more; or "
+                "Trainer(callbacks=[SparseMask()])."
+            )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The plan has a place of its own: what builds a module from hparams does not know of it."""
+        super().on_save_checkpoint(checkpoint)  # type: ignore[misc]
+        hparams = checkpoint.get("hyper_parameters", {})
+        if HPARAM in hparams:
+            checkpoint[HPARAM] = hparams[HPARAM]
+            checkpoint["hyper_parameters"] = {key: value for key, value in hparams.items() if key != HPARAM}
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another plan: its moments and learning rates would not fit."""
         super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
-        saved = checkpoint.get("hyper_parameters", {}).get(HPARAM)
+        saved = checkpoint.get(HPARAM)
+        if saved is None and self.supar_plan is not None and self._is_resuming():
+            raise ValueError(
+                "the checkpoint is of a training without a plan, whose learning rates and moments do not fit. HINT: "
+                "load only the weights, by load_state_dict(checkpoint['state_dict'], strict=False)."
+            )
         if saved is not None and self.supar_plan is not None and SuParPlan.from_dict(saved) != self.supar_plan:
             raise ValueError(
-                f"the checkpoint is of another plan: {_difference(SuParPlan.from_dict(saved), self.supar_plan)}. HINT: "
+                f"the checkpoint is of another plan: {difference(SuParPlan.from_dict(saved), self.supar_plan)}. HINT: "
                 "make the plan as in the run that was saved, or load only the weights."
             )
+
+    def _is_resuming(self) -> bool:
+        """Whether optimizers are loaded too."""
+        trainer = self._trainer  # type: ignore[attr-defined]
+        return trainer is not None and trainer.state.fn == TrainerFn.FITTING
 
     def _module(self) -> nn.Module:
         if not isinstance(self, nn.Module):
@@ -169,22 +207,3 @@ class SuParMixin:
                 f"{type(self).__name__} is no LightningModule. HINT: class Model(SuParMixin, LightningModule)."
             )
         return self
-
-
-def _difference(one: SuParPlan, other: SuParPlan) -> str:
-    """The first difference of two plans."""
-    ours, theirs = one.to_dict(), other.to_dict()
-    for key in ("parameterization", "width", "alpha_input", "alpha_output", "masks"):
-        if ours[key] != theirs[key]:
-            return f"{key} {ours[key]} there, {theirs[key]} here"
-    for name in {**one.entries, **other.entries}:
-        ours_of, theirs_of = ours["entries"].get(name), theirs["entries"].get(name)
-        if ours_of != theirs_of:
-            return f"'{name}' {_short(ours_of, theirs_of)} there, {_short(theirs_of, ours_of)} here"
-    return "none"
-
-
-def _short(entry: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> str:
-    if entry is None or other is None:
-        return "not" if entry is None else "as a tensor"
-    return ", ".join(f"{key}={entry[key]}" for key in entry if entry[key] != other[key] and key != "why")

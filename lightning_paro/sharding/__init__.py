@@ -1,12 +1,14 @@
 """PaRO-DP: sharded data parallelism in plain torch. Nothing here knows Lightning."""
 
 from lightning_paro.sharding._consensus import agree
+from lightning_paro.sharding._elementwise import ELEMENTWISE
 from lightning_paro.sharding._engine import Engine
 from lightning_paro.sharding._policy import PrecisionPolicy
 from lightning_paro.sharding._state_dict import load_optimizer_state_dict, optimizer_state_dict
 from lightning_paro.sharding._units import UnitSpec, embeddings_of, find_units, repeated_blocks
 
 __all__ = [
+    "ELEMENTWISE",
     "Engine",
     "PrecisionPolicy",
     "UnitSpec",

@@ -6,12 +6,13 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 from lightning_paro.state_access._fsdp import FlatParameters, ShardedTensors
+from lightning_paro.state_access._optimizers import is_elementwise
 from lightning_paro.state_access._paro import PartitionedState
 from lightning_paro.state_access._protocol import Shard, StateAccess
 from lightning_paro.state_access._replicated import ReplicatedState, no_longer_postponed, postpone_ddp
 from lightning_paro.strategies import ParoStrategy
 
-__all__ = ["Shard", "StateAccess", "no_longer_postponed", "postpone_ddp", "state_access"]
+__all__ = ["Shard", "StateAccess", "is_elementwise", "no_longer_postponed", "postpone_ddp", "state_access"]
 
 
 def state_access(trainer: Trainer) -> StateAccess:

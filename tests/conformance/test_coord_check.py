@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from lightning_paro.algorithms.supar import SuParPlan
 from lightning_paro.callbacks import CoordCheck
 from lightning_paro.experiments import CoordReport, Setting, coord_check
 from lightning_paro.mixins import SuParMixin
-from tests.distributed.supar import Net, train
+from tests.distributed.supar import Net, batches, train
 
 BASE, VOCABULARY = 64, 32
 DENSITIES = (1.0, 1 / 8, 1 / 64)
@@ -122,6 +123,23 @@ def test_ratios_are_to_the_largest_density() -> None:
 
 
 @pytest.mark.parametrize(
+    ("dense", "sparse", "deviation"),
+    [
+        (1.0, math.nan, math.inf), (math.nan, 1.0, math.inf), (1.0, math.inf, math.inf), (math.inf, math.inf, math.inf),
+        (0.0, 0.0, 0.0), (0.0, 1.0, math.inf), (2.0, 1.0, 0.5),
+    ],
+)  # fmt: skip
+def test_what_diverged_or_is_zero_deviates(dense: float, sparse: float, deviation: float) -> None:
+    common = {"parameterization": "sp", "width": 8, "seed": 0, "step": 0}
+    rows = [
+        {**common, "module": module, "density": density, "value": value}
+        for module, values in (("a", (1.0, 1.0)), ("b", (dense, sparse)), ("c", (1.0, 1.0)))
+        for density, value in zip((1.0, 0.5), values, strict=True)
+    ]
+    assert CoordReport(rows).deviation("sp") == deviation
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"widths": []}, "widths=..: expected one or more different values"),
@@ -164,7 +182,7 @@ def test_the_callback_records_means_over_a_steps_micro_batches(tmp_path: Path) -
     for row in mine:
         both = module.seen[2 * row["step"] : 2 * row["step"] + 2]
         assert row["value"] == pytest.approx(sum(both) / 2)
-        assert (row["width"], row["density"], row["parameterization"]) == (2, 0.5, "supar")
+        assert (row["m_d"], row["density"], row["parameterization"]) == (2, 0.5, "supar")
     names = {row["module"] for row in check.rows}
     assert names == {"embedding", "head", *(f"layers.{i}{part}" for i in range(3) for part in ("", ".up", ".down"))}
     folder = Path(trainer.log_dir or "")
@@ -172,6 +190,24 @@ def test_the_callback_records_means_over_a_steps_micro_batches(tmp_path: Path) -
     with (folder / "metrics.csv").open(newline="") as file:
         assert "coord/layers.0" in next(csv.reader(file))
     assert not any(part._forward_hooks for part in module.layers.modules())
+
+
+def test_calls_of_validation_do_not_count() -> None:
+    class Validated(Waking):
+        def validation_step(self, batch: Tensor, index: int) -> None:
+            self(batch * 0)
+            self.seen.pop()
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(batches(2), batch_size=None)  # type: ignore[arg-type]
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.validation_step(torch.ones(1, 4, dtype=torch.long), 0)
+
+    check = CoordCheck(3, ["layers.0"])
+    _, module = train(build=Validated, callbacks=[check], accumulate=1, val_check_interval=1)
+    assert isinstance(module, Validated)
+    assert [row["value"] for row in check.rows] == pytest.approx(module.seen[:3])
 
 
 def test_hooks_are_gone_after_an_error() -> None:

@@ -299,5 +299,5 @@ def test_moments_of_a_single_weight_are_cleared() -> None:
     """A rank may hold one weight of a tensor; the count of steps beside its moments has another shape."""
     state = {"step": torch.tensor(3.0), "exp_avg": torch.ones(1)}
     shard = Shard(torch.ones(1), None, state, 2, torch.Size((2, 2)), 1)
-    _clear(shard, torch.tensor([True]))
+    _clear(shard, torch.tensor([True]), is_elementwise=True)
     assert (shard.value.item(), state["exp_avg"].item(), state["step"].item()) == (0, 0, 3)

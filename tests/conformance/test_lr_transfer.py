@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from rich.console import Console
 from torch import Tensor
-from torch.optim.lr_scheduler import LinearLR
+from torch.optim.lr_scheduler import LinearLR, OneCycleLR
 from torch.utils.data import DataLoader
 
 from lightning_paro.experiments import Setting, TransferReport, lr_transfer_sweep
-from lightning_paro.experiments.lr_transfer import best_log2
+from lightning_paro.experiments._runs_file import add_run, earlier_runs, head_of
+from lightning_paro.experiments.lr_transfer import best_log2, student_t
 from tests.distributed.supar import Net, batches, loss_of
 
 LRS = [2.0**power for power in range(-8, -1)]
@@ -57,6 +61,12 @@ def rows(shifts: dict[float, list[float]]) -> list[dict[str, Any]]:
     ]
 
 
+def text_of(report: TransferReport) -> str:
+    console = Console(width=120, file=io.StringIO())
+    console.print(report)
+    return console.file.getvalue()  # type: ignore[no-any-return, attr-defined]
+
+
 def test_shifts_are_paired_by_seed() -> None:
     report = TransferReport(rows({1.0: [-6.0, -5.4, -5.6], 0.25: [-5.1, -4.4, -4.5]}))
     best = report.optima()["sp", 8, 0.25]
@@ -67,9 +77,7 @@ def test_shifts_are_paired_by_seed() -> None:
     by_lr = {lr: sum(parabola(at)[lr] for at in (-5.1, -4.4, -4.5)) / 3 for lr in LRS}
     assert best.regret == pytest.approx(by_lr[2**-6] - by_lr[2**-5])  # the dense models' best of the sweep is 2^-6
     assert report.optima()["sp", 8, 1.0].regret == 0
-    with Console(width=120, record=True) as console:
-        console.print(report)
-    assert "+1.00" in console.export_text()
+    assert "+1.00" in text_of(report)
 
 
 def test_one_seed_has_no_interval(tmp_path: Path) -> None:
@@ -78,6 +86,58 @@ def test_one_seed_has_no_interval(tmp_path: Path) -> None:
     report.plot(tmp_path / "a.png")
     report.write_csv(tmp_path / "a.csv")
     assert len((tmp_path / "a.csv").read_text().splitlines()) == 1 + 2 * len(LRS)
+
+
+def test_where_all_diverged_there_is_no_best(tmp_path: Path) -> None:
+    some = rows({1.0: [-6.0, -5.0], 0.5: [-5.0, -5.0], 0.25: [-5.0, -4.0]})
+    lost = [row | {"loss": math.inf} if row["density"] == 0.25 else row for row in some]
+    lost = [row | {"loss": math.inf} if (row["density"], row["seed"]) == (0.5, 1) else row for row in lost]
+    report = TransferReport(lost)
+    for density in (0.5, 0.25):
+        best = report.optima()["sp", 8, density]
+        numbers = (best.log2_lr, best.shift, best.half_width, best.regret)
+        assert all(number is not None and math.isnan(number) for number in numbers)
+        assert best.loss == math.inf
+        assert not best.is_at_end
+    line = next(line for line in text_of(report).splitlines() if "0.25" in line)
+    assert [cell.strip() for cell in line.split("│")[3:-1]] == ["0.25", "none", "-", "", "inf", "-"]
+    report.plot(tmp_path / "a.png")
+
+    dense_lost = [row | {"loss": math.inf} if row["density"] == 1 else row for row in some]
+    best = TransferReport(dense_lost).optima()["sp", 8, 0.25]
+    assert math.isnan(best.shift)
+    assert math.isnan(best.regret)
+    assert best.log2_lr == pytest.approx(-4.5)
+    TransferReport([row | {"loss": math.inf} for row in some]).plot(tmp_path / "b.png")
+
+
+@pytest.mark.parametrize("dense", [[-9.0, -9.0], [-6.0, -9.0]])
+def test_a_shift_from_an_end_is_marked(dense: list[float]) -> None:
+    report = TransferReport(rows({1.0: dense, 0.25: [-5.0, -5.0]}))
+    best = report.optima()["sp", 8, 0.25]
+    assert (best.is_at_end, best.is_shift_at_end) == (False, True)
+    assert f"{best.shift:+.2f} (end)" in text_of(report)
+    sure = TransferReport(rows({1.0: [-6.0, -6.0], 0.25: [-5.0, -5.0]}))
+    assert not sure.optima()["sp", 8, 0.25].is_shift_at_end
+    assert "(end)" not in text_of(sure).split("(end): ")[0]
+
+
+def test_the_report_says_whose_shift_it_is() -> None:
+    told = " ".join(text_of(TransferReport(rows({1.0: [-6.0]}))).split())
+    assert "the mean over seeds of the shift of each seed's own optimum" in told
+
+
+@pytest.mark.parametrize(
+    ("count", "quantile"),
+    [(2, 12.706), (10, 2.262), (11, 2.228), (12, 2.201), (20, 2.093), (31, 2.042), (121, 1.980), (10_001, 1.960)],
+)
+def test_quantiles_are_students(count: int, quantile: float) -> None:
+    assert student_t(count) == pytest.approx(quantile, abs=6e-4)
+
+
+def test_intervals_of_many_seeds_are_students() -> None:
+    best = TransferReport(rows({1.0: [-6.0] * 11, 0.25: [-5.0] * 10 + [-4.0]})).optima()["sp", 8, 0.25]
+    assert best.half_width == pytest.approx(2.228 / 11, rel=1e-3)  # a standard deviation of 1 / √11
 
 
 class Swept(Net):
@@ -106,12 +166,20 @@ def fresh() -> None:
     Swept.made.clear()
 
 
-def sweep(**options: Any) -> TransferReport:
+class OneCycle(Swept):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.supar_param_groups(0.01 if self.setting.lr is None else self.setting.lr))
+        rates = [group["lr"] for group in optimizer.param_groups]
+        schedule = OneCycleLR(optimizer, rates, total_steps=5, pct_start=0.4)  # the largest is that of the second step
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def sweep(make: Any = Swept, **options: Any) -> TransferReport:
     settings = {
         "lrs": [1e-3, 1e-2], "widths": [10], "densities": [1.0, 0.25], "parameterizations": ["supar"], "seeds": [0],
         "steps": 4, "trainer": {"accelerator": "cpu"},
     }  # fmt: skip
-    return lr_transfer_sweep(Swept, DataLoader(batches(4), batch_size=None), **{**settings, **options})  # type: ignore[arg-type]
+    return lr_transfer_sweep(make, DataLoader(batches(4), batch_size=None), **{**settings, **options})  # type: ignore[arg-type]
 
 
 def test_all_rates_are_swept() -> None:
@@ -142,6 +210,49 @@ def test_those_of_hidden_weights_alone_are_swept() -> None:
             assert rates == pytest.approx(expected)
 
 
+def test_one_cycle_has_its_largest_rate_swept() -> None:
+    for mode in ("global", "hidden"):
+        Swept.made.clear()
+        sweep(OneCycle, mode=mode, densities=[0.25])
+        for (_, module), lr in zip(Swept.made, [1e-3, 1e-2], strict=True):
+            groups = module.supar_param_groups(1.0)
+            others = lr if mode == "global" else 0.01
+            expected = [(lr if group["is_hidden"] else others) * group["lr_factor"] for group in groups]
+            assert module.rates[1] == pytest.approx(expected)
+            for rates in module.rates:
+                shares = [rate / largest for rate, largest in zip(rates, expected, strict=True)]
+                assert shares == pytest.approx([shares[0]] * len(shares))
+
+
+def test_a_module_has_to_use_the_rate_it_is_given() -> None:
+    class Ignores(Swept):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.supar_param_groups(4e-3))
+
+    message = (
+        r"mode='global', setting.lr=0.001: expected that base rate in a group of the optimizer of Ignores, found "
+        r"0.004. HINT: the module has to take its learning rate from setting.lr"
+    )
+    with pytest.raises(ValueError, match=message):
+        sweep(Ignores)
+    assert [module.rates for _, module in Swept.made] == [[]]  # before the first step
+    sweep(Ignores, mode="hidden", densities=[1.0])
+
+
+def test_a_training_step_has_to_return_its_loss() -> None:
+    class Manual(Swept):
+        def __init__(self, setting: Setting) -> None:
+            super().__init__(setting)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Tensor, index: int) -> None:  # type: ignore[override]
+            self.manual_backward(super().training_step(batch, index))
+            self.optimizers().step()  # type: ignore[union-attr]
+
+    with pytest.raises(ValueError, match="Manual.training_step: .* found none. HINT: return the loss from training_"):
+        sweep(Manual)
+
+
 def test_a_loss_is_the_mean_of_the_last_tenth() -> None:
     report = sweep(steps=30, lrs=[1e-3, 1e-2], densities=[1.0])
     assert len(report.rows) == 2
@@ -153,7 +264,8 @@ def test_it_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "sweep.jsonl"
     whole = sweep(path=path)
     lines = path.read_text().splitlines()
-    assert json.loads(lines[0]) == {"mode": "global", "steps": 4}
+    about = {"mode": "global", "steps": 4, "make": "Swept", "trainer": {"accelerator": "'cpu'"}}
+    assert json.loads(lines[0]) == about
     path.write_text("\n".join(lines[:3]) + "\n")
     Swept.made.clear()
     resumed = sweep(path=path)
@@ -164,6 +276,69 @@ def test_it_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
     assert not Swept.made
     with pytest.raises(ValueError, match="is of another sweep: .*'global'.* there, .*'hidden'.* here. HINT"):
         sweep(path=path, mode="hidden")
+    with pytest.raises(ValueError, match="is of another sweep: .*'Swept'.* there, .*'OneCycle'.* here. HINT"):
+        sweep(OneCycle, path=path)
+    with pytest.raises(ValueError, match="is of another sweep: .* there, .*'bf16-mixed'.* here. HINT"):
+        sweep(path=path, trainer={"accelerator": "cpu", "precision": "bf16-mixed"})
+
+
+def test_modules_are_told_apart_by_names() -> None:
+    class Called:
+        def __call__(self, setting: Setting) -> Any: ...
+
+    makes = {
+        "Swept": Swept,
+        "Swept('a', 2, depth=None, data=Tensor)": partial(Swept, "a", 2, depth=None, data=torch.zeros(2)),  # type: ignore[arg-type, call-arg]
+        "test_modules_are_told_apart_by_names.<locals>.Called": Called(),
+    }
+    assert [head_of(make, {})["make"] for make in makes.values()] == list(makes)
+    assert head_of(Swept, {"b": object(), "a": 1})["trainer"] == {"a": "1", "b": "<object object>"}
+
+
+HEAD = {"steps": 4}
+RUNS = {Setting("supar", 10, density, 0, 0.01): loss for density, loss in ((1.0, 3.5), (0.5, math.inf), (0.25, 3.0))}
+
+
+def runs_file(folder: Path) -> Path:
+    path = folder / "sweep.jsonl"
+    assert earlier_runs(path, HEAD) == {}
+    for setting, loss in RUNS.items():
+        add_run(path, setting, loss)
+    assert earlier_runs(path, HEAD) == RUNS
+    return path
+
+
+@pytest.mark.parametrize("left", range(4))
+def test_a_line_that_was_cut_off_is_dropped(tmp_path: Path, left: int) -> None:
+    path = runs_file(tmp_path)
+    lines = path.read_text().splitlines(keepends=True)
+    for length in range(len(lines[left])):
+        path.write_text("".join(lines[:left]) + lines[left][:length])
+        runs = earlier_runs(path, HEAD)
+        assert list(runs.items()) == list(RUNS.items())[: max(left - 1, 0)]
+        assert path.read_text() == "".join(lines[: max(left, 1)])  # so that the next line stands by itself
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("bad", ["", "nothing", "[1]", '{"loss": 1}', '{"lr": 1}'])
+def test_other_lines_have_to_be_read(tmp_path: Path, bad: str) -> None:
+    path = runs_file(tmp_path)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:2], bad, *lines[2:]]) + "\n")
+    with pytest.raises(ValueError, match=r"sweep.jsonl, line 3: expected a run as JSON, found .*. HINT: "):
+        earlier_runs(path, HEAD)
+    path.write_text("no\n")
+    with pytest.raises(ValueError, match=r"sweep.jsonl, line 1: expected what the sweep is of as JSON, found 'no'"):
+        earlier_runs(path, HEAD)
+
+
+def test_numbers_may_be_numpys(tmp_path: Path) -> None:
+    options = {"path": tmp_path / "sweep.jsonl", "densities": numpy.array([0.25])}
+    first = sweep(lrs=numpy.array([1e-3, 1e-2]), widths=numpy.array([10]), seeds=numpy.arange(1), **options)
+    assert {type(value) for row in first.rows for value in row.values()} == {str, int, float}
+    Swept.made.clear()
+    assert sweep(**options).rows == first.rows
+    assert not Swept.made
 
 
 def test_what_diverges_counts_as_infinite() -> None:
@@ -183,6 +358,13 @@ def test_what_diverges_counts_as_infinite() -> None:
     [
         ({"lrs": [1e-3]}, "expected two or more different positive numbers"),
         ({"lrs": [1e-3, -1]}, "expected two or more different positive numbers"),
+        ({"lrs": [1e-3, "1e-2"]}, "lrs: expected numbers, and '1e-2' is none"),
+        ({"lrs": [1e-3, math.nan]}, "expected two or more different positive numbers"),
+        ({"widths": [10.5]}, "widths: expected whole numbers, and 10.5 is none"),
+        ({"widths": [True]}, "widths: expected whole numbers, and True is none"),
+        ({"seeds": [math.inf]}, "seeds: expected whole numbers, and inf is none"),
+        ({"densities": [None]}, "densities: expected numbers, and None is none"),
+        ({"widths": 10}, "widths=10: expected one or more different values"),
         ({"mode": "local"}, "mode='local' is not understood: expected 'global' or 'hidden'"),
         ({"seeds": []}, "seeds=...: expected one or more"),
     ],

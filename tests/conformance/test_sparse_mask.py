@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
@@ -149,3 +150,138 @@ def test_a_report_counts_what_is_there(tmp_path: Path, capsys: Any) -> None:
 def test_a_report_of_a_dense_model_says_so(caplog: Any) -> None:
     train(build=lambda: Net(density=1.0), callbacks=[SparsityReport()], steps=1)
     assert "no tensor has a mask. HINT: SparseMask" in caplog.text
+
+
+# ---- whoever is trained, and however often ---------------------------------------------------------------------------
+
+
+def _living(module: nn.Module) -> int:
+    state = module.state_dict()
+    return sum(int((state[name] * ~state[f"{name}_mask"]).count_nonzero()) for name in SPARSE)
+
+
+class Late(Stirring):
+    """Begins to stir at its third step, as under a warm-up from zero."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.count = getattr(self, "count", 0) + 1
+        if self.count < 3:
+            return torch.optim.SGD.step(self, closure)
+        return super().step(closure)
+
+
+def test_an_optimizer_that_moves_masked_weights_later_does_not_wake_them_either() -> None:
+    class Stirred(Plain):
+        def configure_optimizers(self) -> Any:
+            return Late(self.parameters(), lr=0.1)
+
+    _, module = train(build=Stirred, callbacks=[SparseMask(0.5)])
+    assert not _living(module)
+
+
+def test_state_that_is_no_elements_own_is_left_alone() -> None:
+    class Square(Stirring):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter].setdefault("statistics", torch.ones_like(parameter))
+            return super().step(closure)
+
+    class Stirred(Plain):
+        def configure_optimizers(self) -> Any:
+            return Square(self.parameters(), lr=0.1)
+
+    trainer, _ = train(build=Stirred, callbacks=[SparseMask(0.5)])
+    assert all(state["statistics"].all() for state in trainer.optimizers[0].state.values())
+
+
+class Thawing(Plain):
+    """Its second layer is frozen at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if index == 4:
+            self.layers[1].requires_grad_(True)
+
+
+def test_frozen_weights_are_masked_and_stay_so_when_they_are_trained() -> None:
+    _, module = train(build=Thawing, callbacks=[SparseMask(0.5)], steps=1)
+    assert not _living(module)
+    before = module.layers[1].up.weight.detach().clone()  # type: ignore[union-attr, index]
+    _, module = train(build=Thawing, callbacks=[SparseMask(0.5)])
+    assert not _living(module)
+    assert not torch.equal(before, module.layers[1].up.weight)  # type: ignore[union-attr, index]
+
+
+def test_weights_may_be_frozen_on_the_way() -> None:
+    class Freezing(Plain):
+        def on_train_batch_start(self, batch: Any, index: int) -> None:
+            if index == 4:
+                self.layers[1].requires_grad_(False)
+
+    _, module = train(build=Freezing, callbacks=[SparseMask(0.5)])
+    assert not _living(module)
+
+
+def test_a_second_training_goes_on_with_the_masks_of_the_first() -> None:
+    _, module = train(build=Plain, callbacks=[SparseMask(0.5, dynamic="rigl", every=1)])
+    masks = {name: module.state_dict()[f"{name}_mask"] for name in SPARSE}
+    _, module = train(build=lambda: module, callbacks=[SparseMask(0.5)])
+    assert all(torch.equal(mask, module.state_dict()[f"{name}_mask"]) for name, mask in masks.items())
+    with pytest.raises(ValueError, match="Plain was trained with other masks before: .*0.5.* there, .*0.25.* here"):
+        train(build=lambda: module, callbacks=[SparseMask(0.25)])
+
+
+def test_one_callback_for_two_modules() -> None:
+    callback = SparseMask(0.5, dynamic="rigl", every=1)
+    _, one = train(build=Plain, callbacks=[callback])
+    first = Plain()
+    _, other = train(build=lambda: first, callbacks=[callback], steps=1)
+    assert [name for name in other.state_dict() if name.endswith("_mask")] == [f"{name}_mask" for name in SPARSE]
+    _, fresh = train(build=Plain, callbacks=[SparseMask(0.5)], steps=1)
+    for name in SPARSE:
+        assert torch.equal(other.state_dict()[f"{name}_mask"], fresh.state_dict()[f"{name}_mask"])
+    assert any(not torch.equal(one.state_dict()[f"{name}_mask"], other.state_dict()[f"{name}_mask"]) for name in SPARSE)
+
+
+def test_masks_of_a_file_are_read_once(tmp_path: Any) -> None:
+    path = tmp_path / "masks.pt"
+    masks = {"layers.0.up.weight": torch.rand(21, 10) < 0.5}
+    torch.save(masks, path)
+    _, module = train(build=Plain, callbacks=[SparseMask(kind="file", path=str(path))], steps=1)
+    path.unlink()
+    assert torch.equal(module.state_dict()["layers.0.up.weight_mask"], masks["layers.0.up.weight"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"density": 0.5, "exclude": "model"}, r"exclude='model' must be several patterns. HINT: exclude=\('model',\)"),
+        ({"seed": 3}, "SparseMask has kind='random', seed=3, .*and no density. HINT: SparseMask.density=0.25"),
+        ({"density": 0.25, "kind": "nm"}, "keeps 2 of 4, a density of 0.5, but density=0.25"),
+    ],
+)
+def test_arguments_that_would_be_passed_over(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SparseMask(**options)
+
+
+def test_averages_of_weights_whose_masks_change_are_refused() -> None:
+    callbacks = [SparseMask(0.5, dynamic="gmp", every=1), StochasticWeightAveraging(0.1)]
+    with pytest.raises(ValueError, match="dynamic='gmp' with StochasticWeightAveraging: .* HINT: static masks"):
+        train(build=Plain, callbacks=callbacks)
+
+
+def test_the_finder_of_learning_rates_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="the learning rate finder trains without SparseMask"):
+        train(build=lambda: _Tuned(), callbacks=[SparseMask(0.5), LearningRateFinder(num_training_steps=3)])
+
+
+class _Tuned(Plain):
+    lr = 1e-3
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)

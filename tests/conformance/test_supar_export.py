@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers as hf
 from lightning.pytorch import LightningModule, Trainer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,10 +23,10 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.sparse import SparseSemiStructuredTensor
 
 from lightning_paro.algorithms.supar import Masks, SuParPlan, export, load_masked, save_masked
-from lightning_paro.algorithms.supar.exports.fold import hooks_of
 from lightning_paro.algorithms.supar.exports.semi_structured import Timing, Timings, check_groups, measure
 from lightning_paro.algorithms.supar.exports.sparse_linear import SparseLinear
-from lightning_paro.algorithms.supar.scales import Multiplied
+from lightning_paro.algorithms.supar.scales import Multiplied, hooks_of
+from lightning_paro.callbacks import SparseMask
 from lightning_paro.mixins import SuParMixin
 from lightning_paro.sharding._ghost import released_class
 from tests.distributed.supar import Net
@@ -86,8 +86,9 @@ class Module(SuParMixin, LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.model = build()
+        density = {} if "masks" in options else {"density": 0.75}
         plan: dict[str, Any] = {
-            "base_width": 8, "density": 0.75, "alpha_input": 3.0, "alpha_output": 1.5, "init_std": 0.3, **options
+            "base_width": 8, **density, "alpha_input": 3.0, "alpha_output": 1.5, "init_std": 0.3, **options
         }  # fmt: skip
         self.supar_setup(SuParPlan.from_model(self, **plan))
 
@@ -410,8 +411,8 @@ def test_what_is_not_loaded(tmp_path: Path) -> None:
     module = trained(Module(mlp))
     save_masked(module, tmp_path / "a")
     for options, said in (
-        ({"alpha_input": 2.0}, "alpha_input is 3.0 there, 2.0 here"),
-        ({"init_std": 0.1}, "'model.0.weight' is Entry.*init_std=0.3"),
+        ({"alpha_input": 2.0}, "alpha_input 3.0 there, 2.0 here"),
+        ({"init_std": 0.1}, "'model.0.weight' init_std=0.3 there, init_std=0.1 here"),
     ):
         with pytest.raises(ValueError, match=f"the plan in .* is another: {said}.* HINT"):
             load_masked(Module(mlp, **options), tmp_path / "a")
@@ -526,3 +527,36 @@ def test_what_cannot_be_folded_is_refused(build: Build, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         export(module, to="csr")
     export(trained(Module(build, parameterization="sp")))
+
+
+def test_masks_of_pruning_and_odd_tensors_are_saved(tmp_path: Path) -> None:
+    """A plan that is dense, masks that SparseMask has made, memory that is not contiguous, a buffer with two names."""
+    module = Module(MODELS["gpt2-tied"], density=1.0)
+    name = "model.transformer.h.0.mlp.c_fc.weight"
+    mask = torch.rand(module.get_parameter(name).shape) < 0.5
+    torch.save({name: mask}, tmp_path / "given.pt")
+    callback = SparseMask(kind="file", path=str(tmp_path / "given.pt"))
+    callback._find_masks(module, "fit")
+    with torch.no_grad():
+        module.get_parameter(name).mul_(mask)
+    module.model.one = nn.Buffer(torch.ones(2, 3).t())
+    module.model.other = nn.Buffer(module.model.one)
+    save_masked(module, tmp_path / "out")
+    assert torch.equal(load_file(tmp_path / "out" / "masks.safetensors")[name], mask)
+    again = Module(MODELS["gpt2-tied"], density=1.0)
+    again.model.one, again.model.other = nn.Buffer(torch.ones(3, 2)), nn.Buffer(torch.ones(3, 2))
+    with pytest.raises(ValueError, match="has masks of 1 tensors, the plan of 0. HINT: a plan with masks=Masks.'file'"):
+        load_masked(again, tmp_path / "out")
+
+
+def test_a_bad_mask_changes_nothing(tmp_path: Path) -> None:
+    save_masked(Module(MODELS["gpt2-tied"]), tmp_path / "out")
+    masks = load_file(tmp_path / "out" / "masks.safetensors")
+    last = list(masks)[-1]
+    masks[last] = torch.ones_like(masks[last])
+    save_file(masks, tmp_path / "out" / "masks.safetensors")
+    module = Module(MODELS["gpt2-tied"], masks=Masks(density=0.75, seed=4))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(ValueError, match=f"the loaded mask of '{last}' keeps 1 of the weights, the plan says 0.75"):
+        load_masked(module, tmp_path / "out")
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in before.items())

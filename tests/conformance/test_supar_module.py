@@ -13,9 +13,10 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from lightning_paro.algorithms.supar import SuParPlan
+from lightning_paro.algorithms.supar.scales import hooks_of
 from lightning_paro.callbacks import ParamGroupGuard, SparseMask
 from lightning_paro.mixins import SuParMixin
-from tests.distributed.supar import BASE, DECAY, LR, WIDTH, Layer, Net, train
+from tests.distributed.supar import BASE, DECAY, LR, WIDTH, Layer, Net, Plain, train
 
 
 class Inner(nn.Module):
@@ -214,8 +215,9 @@ def test_loggers_get_the_digest_and_checkpoints_the_plan(tmp_path: Path) -> None
     plan = module.supar_plan
     assert yaml.safe_load((tmp_path / "hparams.yaml").read_text()) == {"density": 0.5, "supar_plan": plan.digest}  # type: ignore[union-attr]
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    saved = torch.load(tmp_path / "a.ckpt", weights_only=False)["hyper_parameters"]["supar_plan"]
-    assert SuParPlan.from_dict(saved) == plan
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    assert SuParPlan.from_dict(saved["supar_plan"]) == plan
+    assert saved["hyper_parameters"] == {"density": 0.5}  # which is what builds it again
 
 
 def test_a_loaded_mask_wins_over_the_seeds(tmp_path: Path) -> None:
@@ -259,3 +261,68 @@ def test_a_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:
     for options, told in (({"seed": 2}, "masks"), ({"alpha_input": 3.0}, "alpha_input 2.0 there, 3.0 here")):
         with pytest.raises(ValueError, match=f"the checkpoint is of another plan: {told}.* HINT: make the plan as in"):
             train(build=lambda o=options: Net(**o), resume=tmp_path / "a.ckpt", precision="32-true")
+
+
+def test_a_module_that_takes_anything_is_loaded(tmp_path: Path) -> None:
+    class Anything(Net):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+
+    trainer, _ = train(build=Anything, precision="32-true", steps=1)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    Anything.load_from_checkpoint(tmp_path / "a.ckpt")
+
+
+def test_a_checkpoint_without_a_plan_gives_weights_only(tmp_path: Path) -> None:
+    trainer, plain = train(build=Plain, precision="32-true", steps=1)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match="of a training without a plan.* HINT: load only the weights"):
+        train(precision="32-true", resume=tmp_path / "a.ckpt")
+    loaded = Net.load_from_checkpoint(tmp_path / "a.ckpt", strict=False)
+    assert torch.equal(loaded.head.weight, plain.head.weight)
+
+
+class Building(SuParMixin, LightningModule):
+    """Builds its model in configure_model, anew each time."""
+
+    def configure_model(self) -> None:
+        self.model = Inner()
+        self.supar_setup(plan_of(self, alpha_input=2.0))
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        x = self.model.inward(batch)
+        for layer in self.model.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.model.outward(x).flatten(0, 1), batch.roll(1, 1).flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.supar_param_groups(LR))
+
+
+def test_a_model_that_is_built_anew_is_set_up_anew() -> None:
+    _, module = train(build=Building, precision="32-true", steps=2)
+    for _ in range(2):
+        assert len(list(hooks_of(module))) == 2
+        for name in module.supar_plan.sparse:  # type: ignore[union-attr]
+            assert not module.get_parameter(name)[~module.state_dict()[f"{name}_mask"]].any()
+        _, module = train(build=lambda module=module: module, precision="32-true", steps=2)  # type: ignore[misc]
+
+
+def test_names_that_fit_several_parts_are_refused() -> None:
+    class Twins(SuParMixin, LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher, self.student = Inner(), Inner()
+
+    module = Twins()
+    with pytest.raises(ValueError, match="names fit several parts of Twins: teacher, student. HINT: make the plan of"):
+        module.supar_setup(plan_of(module.student))
+    module.supar_setup(plan_of(module))
+
+
+def test_one_model_in_two_modules_is_refused() -> None:
+    one, other = Outer(), Outer()
+    other.model = one.model
+    one.supar_setup(plan_of(one.model))
+    with pytest.raises(ValueError, match="is multiplied already, by the plan of another module"):
+        other.supar_setup(plan_of(other.model))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from lightning_paro.callbacks import SparseMask
 from tests.conformance.lisa_runs import Save
 from tests.distributed.pool import Pool
 from tests.distributed.strategies import FullyShards, strategy_of, whole_values
-from tests.distributed.supar import Net, batches, by_hand, loss_of, train
+from tests.distributed.supar import Net, Plain, batches, by_hand, loss_of, train
 
 
 class Sharded(FullyShards, Net):
@@ -96,6 +98,30 @@ def test_nothing_masked_lives_in_other_precisions(pool: Pool, name: str, precisi
             assert found[key][plan.mask(key)].any(), key
 
 
+def _disagreeing(what: str) -> str:
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ["RANK"])
+    callbacks = [SparseMask(0.5, dynamic="rigl", every=1 + rank)] if what == "every" else []
+    build = Plain if what == "every" else lambda: Net(seed=rank)
+    with pytest.raises(ValueError, match="ranks disagree") as caught:
+        train(devices=4, build=build, callbacks=callbacks, **strategy_of("ddp", Net))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("seed", "ranks disagree on SparseMask's masks: .* on rank 0, .* on rank 1. HINT: build the model and"),
+        (
+            "every",
+            r"ranks disagree on SparseMask's dynamic masks: \('rigl', 1, .* on rank 0, \('rigl', 2, .* on rank 1",
+        ),
+    ],
+)
+def test_ranks_that_disagree_are_refused(pool: Pool, what: str, message: str) -> None:
+    for told in pool.run(_disagreeing, what):
+        assert re.search(message, told), told
+
+
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
@@ -130,4 +156,4 @@ def test_resumed_training_is_the_same_to_the_bit(pool: Pool, tmp_path: Path, nam
     assert plan is not None
     for key in plan.sparse:
         assert torch.equal(checkpoint["state_dict"][f"{key}_mask"], plan.mask(key))
-    assert checkpoint["hyper_parameters"]["supar_plan"] == plan.to_dict()
+    assert checkpoint["supar_plan"] == plan.to_dict()

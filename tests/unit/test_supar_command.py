@@ -87,6 +87,13 @@ def test_sweep(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     assert Path("out/b.png").is_file()
 
 
+def test_a_sweep_refuses_a_model_with_a_rate_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("small.py").write_text(SCRIPT.replace("setting.lr or 0.01", "0.01"))
+    with pytest.raises(SystemExit) as caught:
+        run(monkeypatch, "sweep", "--widths", "64", "--lrs", "2^-8..2^-6", "--steps", "1")
+    assert "Small, found 0.01. HINT: the module has to take its learning rate from setting.lr" in str(caught.value)
+
+
 def test_rates() -> None:
     assert _rates("2^-9..2^-7") == [2**-9, 2**-8, 2**-7]
     assert _rates("0.1,2^-3, 1e-3") == [0.1, 0.125, 0.001]

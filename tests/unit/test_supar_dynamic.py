@@ -87,13 +87,11 @@ def test_a_gradient_of_zeros_changes_nothing() -> None:
     assert torch.equal(rigl(weight, torch.zeros_like(gradient), mask, 0.3), mask)
 
 
-def test_counts_are_exact_where_gradients_overflowed() -> None:
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_gradients_that_overflowed_say_nothing(bad: float) -> None:
     weight, gradient, mask = drawn((7, 13), 0.5)
-    gradient[0], gradient[1] = math.nan, math.inf
-    found = rigl(weight, gradient, mask, 0.5)
-    assert found.sum() == mask.sum()
-    assert found[1].all()
-    assert torch.equal(found[0], found[0] & mask[0])
+    gradient[1, 2] = bad
+    assert torch.equal(rigl(weight, gradient, mask, 0.5), mask)
 
 
 @pytest.mark.gpu

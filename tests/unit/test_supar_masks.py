@@ -87,7 +87,10 @@ def test_blocks_are_whole(axis: int) -> None:
 
 @pytest.mark.parametrize(
     ("how", "message"),
-    [({"kind": "nm", "m": 5}, "does not divide by m=5"), ({"kind": "block", "block": 7}, "do not divide by block=7")],
+    [
+        ({"kind": "nm", "m": 5, "density": 1.0}, "does not divide by m=5"),
+        ({"kind": "block", "block": 7}, "do not divide by block=7"),
+    ],
 )
 def test_shapes_that_do_not_divide(how: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -141,3 +144,11 @@ def test_masks_that_do_not_fit() -> None:
 def test_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Masks(**arguments)
+
+
+def test_a_density_beside_n_and_m_is_refused() -> None:
+    with pytest.raises(ValueError, match="keeps 2 of 4, a density of 0.5, but density=0.25. HINT: leave the density"):
+        Masks("nm", 0.25)
+    assert Masks("nm", 0.25, n=1).n == 1
+    with pytest.raises(ValueError, match="seed=None must be a whole number"):
+        Masks(seed=None)  # type: ignore[arg-type]

@@ -292,3 +292,77 @@ def test_granite_has_its_own_multipliers_and_the_same_roles() -> None:
     assert roles(plan)["embedding"] == ["model.embed_tokens.weight"]
     assert len(plan.sparse) == 14
     assert plan.width == 4
+
+
+class Tied(nn.Module):
+    """As nanoGPT ties: the head has the table's weight, and nobody says which module is the head."""
+
+    def __init__(self, is_head_first: bool) -> None:
+        super().__init__()
+        if is_head_first:
+            self.head = nn.Linear(16, 11, bias=False)
+        self.table = nn.Embedding(11, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(2))
+        if not is_head_first:
+            self.head = nn.Linear(16, 11, bias=False)
+        self.head.weight = self.table.weight
+
+
+@pytest.mark.parametrize("is_head_first", [False, True])
+def test_a_head_that_is_tied_by_hand(is_head_first: bool) -> None:
+    plan = SuParPlan.from_model(Tied(is_head_first), base_width=8)
+    name = "head.weight" if is_head_first else "table.weight"
+    assert {key: entry.role for key, entry in plan.items() if entry.role != "vector"} == {
+        name: "embedding", "blocks.0.0.weight": "hidden", "blocks.1.0.weight": "hidden"
+    }  # fmt: skip
+    assert plan[name].sgd_lr_factor == 2
+    assert plan.width == 2
+
+
+def test_numbers_in_patterns_are_whole_and_names_say_one() -> None:
+    model = nn.Sequential(nn.Embedding(5, 8), *(nn.Sequential(nn.Linear(8, 8)) for _ in range(12)), nn.Linear(8, 3))
+    plan = SuParPlan.from_model(model, base_width=8, density=0.5, exclude=("1.0.weight",))
+    assert [name for name in plan if plan[name].role == "hidden" and plan[name].rho == 1] == ["1.0.weight"]
+    plan = SuParPlan.from_model(model, base_width=8, density=0.5, exclude=("1?.",))
+    assert [name for name in plan if plan[name].role == "hidden" and plan[name].rho == 1] == [
+        "10.0.weight", "11.0.weight", "12.0.weight"
+    ]  # fmt: skip
+
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(8, 8))
+            self.norm = nn.LayerNorm(8)
+            self.down = nn.Linear(8, 8)
+
+    assert (
+        SuParPlan.from_model(Bare(), base_width=8, overrides={"w": {"role": "hidden"}})["norm.weight"].role == "vector"
+    )
+
+
+def test_what_a_weight_is_computed_from_is_not_guessed() -> None:
+    normed = nn.Sequential(nn.Linear(4, 8), torch.nn.utils.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 3))
+    with pytest.raises(ValueError, match="no role is known of '1.weight_g'"):
+        SuParPlan.from_model(normed, base_width=4)
+    depthwise = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 3, 3))
+    with pytest.raises(ValueError, match=r"no role is known of '1.weight' \(8, 1, 3, 3\) of Conv2d"):
+        SuParPlan.from_model(depthwise, base_width=4)
+
+
+def test_a_base_model_inside_of_a_module() -> None:
+    class Around(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Residual(64)
+
+    plan = SuParPlan.from_model(Around(), base_config=Residual(32))
+    assert {entry.m_d for entry in plan.values() if entry.role == "hidden"} == {2}
+
+
+def test_one_word_for_one_thing() -> None:
+    with pytest.raises(ValueError, match="expected one or the other. HINT: masks has them all"):
+        SuParPlan.from_model(perceptron(), base_width=8, density=0.5, masks=Masks("block", 0.5))
+    with pytest.raises(ValueError, match="masks of kind='nm' have their own density"):
+        SuParPlan.from_model(perceptron(), base_width=8, masks=Masks("nm"), overrides={"2.weight": {"density": 0.25}})
+    with pytest.raises(ValueError, match="weight_decay_factor='x' must be a number"):
+        SuParPlan.from_model(perceptron(), base_width=8, overrides={"2.weight": {"weight_decay_factor": "x"}})

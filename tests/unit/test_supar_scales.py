@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    GemmaConfig,
+    GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
@@ -29,9 +31,12 @@ from transformers import (
     PhiForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from lightning_paro.algorithms.supar import SuParPlan, scale_forward
+from lightning_paro.algorithms.supar.scales import hooks_of
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -203,5 +208,108 @@ class OwnAttention(nn.Module):
 def test_attention_that_is_not_known_is_told() -> None:
     model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 32), OwnAttention(), nn.Linear(32, 3))
     plan = plan_of(model)
-    with pytest.warns(UserWarning, match="'2' .OwnAttention. does not say how it scales"):
+    with pytest.warns(UserWarning, match="OwnAttention .'2'.: does not say how it scales"):
         scale_forward(model, plan)
+
+
+def _called(model: nn.Module) -> dict[str, float]:
+    return {name: hook.factor for name, _, hook in hooks_of(model) if hasattr(hook, "is_called")}
+
+
+def test_all_tables_that_share_a_weight_are_multiplied() -> None:
+    config = T5Config(vocab_size=30, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    model = T5ForConditionalGeneration(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scale_forward(model, plan_of(model))
+    found = _called(model)
+    assert found == {"shared": 3, "encoder.embed_tokens": 3, "decoder.embed_tokens": 3, "lm_head": 1.5 / 4}
+    assert not [name for name in found if "relative" in name]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(30, 32)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(32, 30, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(input=x)  # type: ignore[no-any-return]
+
+
+def test_a_head_that_is_tied_by_hand_is_scaled() -> None:
+    model, plain = Tied().double(), Tied().double()
+    plain.load_state_dict(model.state_dict())
+    scale_forward(model, plan_of(model))
+    plain.table.register_forward_hook(lambda module, args, output: 3 * output)
+    torch.testing.assert_close(model(TOKENS), plain(TOKENS) * 1.5 / 4, rtol=0, atol=1e-12)
+
+
+def test_a_model_is_scaled_once() -> None:
+    model = gpt2()
+    scale_forward(model, plan_of(model))
+    with pytest.raises(ValueError, match="is multiplied already, by the plan of another .* HINT: one supar_setup"):
+        scale_forward(model, plan_of(model))
+
+
+class Vision(nn.Module):
+    """Positions are a bare parameter, of a module of their own or of that of the blocks."""
+
+    def __init__(self, is_inside: bool) -> None:
+        super().__init__()
+        self.front = Front()
+        self.place = nn.Parameter(torch.randn(1, 7, 32)) if is_inside else None
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(32, 30)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.front(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Front(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, 32))
+        self.place = nn.Parameter(torch.randn(1, 7, 32))
+        self.patch = nn.Linear(30, 32)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.patch(nn.functional.one_hot(tokens, 30).to(self.place.dtype))
+        return x + self.place + self.token
+
+
+def test_bare_parameters_are_multiplied_once_with_what_is_around_them() -> None:
+    told: Any = {"*place": {"role": "embedding"}, "token": {"role": "embedding"}}
+    model = Vision(False).double()
+    expected = model.front(TOKENS) * 3
+    scale_forward(model, SuParPlan.from_model(model, base_width=8, alpha_input=3.0, overrides=told))
+    torch.testing.assert_close(model.front(TOKENS), expected, rtol=0, atol=1e-12)
+    model = Vision(True).double()
+    with pytest.raises(ValueError, match="'place' of Vision is a parameter of the module that has the blocks too"):
+        scale_forward(model, SuParPlan.from_model(model, base_width=8, alpha_input=3.0, overrides=told))
+
+
+def test_factors_that_a_family_has_itself_are_told() -> None:
+    config = GemmaConfig(**{**SIZES, "head_dim": 8, "tie_word_embeddings": True})
+    model = GemmaForCausalLM(config)
+    with pytest.warns(UserWarning, match=r"gemma multiplies embeddings by √hidden_size.* HINT: alpha_input=1.5, "):
+        scale_forward(model, plan_of(model))
+
+
+def test_an_encoder_with_padding_in_eval_mode() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True)
+    model = nn.Sequential(nn.Embedding(30, 32), nn.TransformerEncoder(layer, 2), nn.Linear(32, 30)).eval()
+    scale_forward(model, plan_of(model))
+    padding = torch.zeros(2, 7, dtype=torch.bool)
+    padding[:, 5:] = True
+    with torch.no_grad():
+        found = model[1](model[0](TOKENS), src_key_padding_mask=padding)
+    assert found[:, :5].isfinite().all()

@@ -35,17 +35,21 @@ class Activations:
         model: The model.
         names: Names of the modules to watch.
 
+    Attributes:
+        is_paused: Whether calls do not count for now.
+
     Raises:
         ValueError: If one of them is not there.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        self.is_paused = False
         modules = dict(model.named_modules())
         lost = [name for name in names if name not in modules]
         if lost:
             raise ValueError(f"there is no module {lost[0]!r} to watch. HINT: names as of model.named_modules().")
         self._sums: dict[str, list[Tensor]] = {name: [] for name in names}
-        self._handles = [modules[name].register_forward_hook(_Note(self._sums[name])) for name in self._sums]
+        self._handles = [modules[name].register_forward_hook(_Note(self, sums)) for name, sums in self._sums.items()]
 
     def read(self) -> dict[str, float]:
         """By module the mean over all calls since the last time; modules that were not called are left out."""
@@ -62,11 +66,14 @@ class Activations:
 
 
 class _Note:
-    def __init__(self, sums: list[Tensor]) -> None:
+    def __init__(self, owner: Activations, sums: list[Tensor]) -> None:
+        self._owner = owner
         self._sums = sums
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._owner.is_paused:
+            return
         first = output[0] if isinstance(output, tuple) and output else output
         if isinstance(first, Tensor) and first.is_floating_point():
             self._sums.append(first.detach().abs().float().mean())

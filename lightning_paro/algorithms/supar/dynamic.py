@@ -47,7 +47,7 @@ def rigl(weight: Tensor, gradient: Tensor, mask: Tensor, drop: float) -> Tensor:
     """Drop the smallest of the living weights, and grow as many where the gradient is largest.
 
     As in the original, what was just dropped may be grown again, and then nothing has happened to it. A gradient of
-    zeros says nothing, so the mask stays.
+    zeros, or with a number that is not finite, says nothing, so the mask stays.
 
     Args:
         weight: Whole, of any shape.
@@ -60,7 +60,7 @@ def rigl(weight: Tensor, gradient: Tensor, mask: Tensor, drop: float) -> Tensor:
     """
     living = int(mask.sum())
     count = round(drop * living)
-    if not count or not gradient.any():
+    if not count or not gradient.any() or not gradient.isfinite().all():
         return mask.clone()
     survivors = _largest(weight, mask, living - count)
     return survivors | _largest(gradient, ~survivors, count)

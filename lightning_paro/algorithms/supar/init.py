@@ -22,7 +22,14 @@ def prefix_of(model: nn.Module, plan: SuParPlan) -> str:
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     prefixes = ["", *(f"{name}." for name, _ in model.named_modules() if name)]
-    prefix = next((prefix for prefix in prefixes if all(prefix + name in shapes for name in plan)), None)
+    fitting = [prefix for prefix in prefixes if all(prefix + name in shapes for name in plan)]
+    if len(fitting) > 1 and fitting[0]:
+        parts = ", ".join(prefix.rstrip(".") for prefix in fitting)
+        raise ValueError(
+            f"the plan's names fit several parts of {type(model).__name__}: {parts}. HINT: make the plan of the whole: "
+            "SuParPlan.from_model(self, ...), or set up a part before the others are there."
+        )
+    prefix = fitting[0] if fitting else None
     if prefix is None:
         lost = next(name for name in plan if name not in shapes)
         raise ValueError(

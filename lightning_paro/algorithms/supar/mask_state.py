@@ -9,13 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_paro.algorithms.supar.masks import check_mask
+from lightning_paro.algorithms.supar.masks import check_mask, load_masks
 from lightning_paro.algorithms.supar.plan import Entry, SuParPlan
 
-__all__ = ["SUFFIX", "MaskState"]
+__all__ = ["SUFFIX", "MaskState", "attached"]
 
 SUFFIX = "_mask"
 """What is appended to a parameter's name."""
+
+
+_ATTRIBUTE = "_sparse_masks"
+
+
+def attached(module: nn.Module) -> MaskState | None:
+    """Where a module's masks come from, if it has any, whoever brought them."""
+    found: MaskState | None = vars(module).get(_ATTRIBUTE)
+    return found
 
 
 class MaskState:
@@ -39,7 +48,8 @@ class MaskState:
         self._others: dict[str, Tensor] = {}  # loaded or changed: those that are not the first ones
 
     def attach(self, module: nn.Module) -> None:
-        """From now on the module's state dict has masks, and a loaded one may."""
+        """From now on the module's state dict has masks, and a loaded one may; :func:`attached` finds them."""
+        vars(module)[_ATTRIBUTE] = self
         module.register_state_dict_post_hook(partial(self._save))  # torch marks hooks, which methods do not allow
         module.register_load_state_dict_pre_hook(self._load)
 
@@ -59,6 +69,10 @@ class MaskState:
 
     def mask(self, module: nn.Module, name: str) -> Tensor:
         """The mask of a parameter, whole and on the host: the one that was loaded or set last, if there is one."""
+        masks = self.plan(module).masks
+        if masks.path is not None and name not in self._others:  # the file may change, or go
+            read = {self._prefix + own: mask.clone() for own, mask in load_masks(masks.path).items()}
+            self._others = read | self._others
         return self._others[name] if name in self._others else self._first(module, name)
 
     def replace(self, name: str, mask: Tensor) -> None:
@@ -94,13 +108,8 @@ class MaskState:
             if loaded is None:
                 continue
             try:
-                check_mask(name, loaded, entry.shape)
-                rho = int(loaded.sum()) / loaded.numel()
-                if rho < entry.rho or (rho > entry.rho and not self._is_dense_first):
-                    raise ValueError(
-                        f"the loaded mask of '{name}' keeps {rho:.6g} of the weights, the plan says {entry.rho:.6g}. "
-                        "HINT: make the plan with the density, kind and seed of the run that was saved."
-                    )
+                is_before = self._is_dense_first and int(loaded.count_nonzero()) / loaded.numel() > entry.rho
+                check_mask(name, loaded, entry.shape, None if is_before else entry.rho)
             except ValueError as error:
                 errors.append(str(error))
                 continue

@@ -32,7 +32,7 @@ class Masks:
             every m neighbours along the fan-in. ``"block"``: squares of ``block`` x ``block``. ``"er"``: exactly, with
             a density per tensor in proportion to (fan-in + fan-out) / (fan-in * fan-out), as Erdos-Renyi graphs of
             equal degree have it, and ``density`` over all. ``"file"``: from ``path``.
-        density: Share of weights that are kept.
+        density: Share of weights that are kept; of ``"nm"`` it follows from n and m.
         n: For ``"nm"``.
         m: For ``"nm"``.
         block: Side of a square, for ``"block"``.
@@ -59,8 +59,15 @@ class Masks:
                 f"density={self.density!r} must be above 0 and at most 1: the share of weights that are kept. HINT: a "
                 "sparsity of 0.875 is density=0.125."
             )
+        if type(self.seed) is not int:
+            raise ValueError(f"seed={self.seed!r} must be a whole number.")
         if self.kind == "nm" and not 0 < self.n <= self.m:
             raise ValueError(f"n={self.n}, m={self.m}: expected 0 < n <= m, as in 2:4.")
+        if self.kind == "nm" and self.density not in (1, self.n / self.m):
+            raise ValueError(
+                f"kind='nm' keeps {self.n} of {self.m}, a density of {self.n / self.m:g}, but density={self.density:g}."
+                " HINT: leave the density out, or choose n and m by it."
+            )
         if self.kind == "block" and self.block < 1:
             raise ValueError(f"block={self.block} must be at least 1, the side of a square of weights.")
         if (self.kind == "file") != (self.path is not None):
@@ -164,8 +171,8 @@ def load_masks(path: str | Path) -> dict[str, Tensor]:
     return found
 
 
-def check_mask(name: str, mask: Tensor, shape: tuple[int, ...]) -> None:
-    """Refuse a mask of another shape, or one that keeps nothing.
+def check_mask(name: str, mask: Tensor, shape: tuple[int, ...], rho: float | None = None) -> None:
+    """Refuse a mask of another shape, one that keeps nothing, or another share of the weights than is told.
 
     Raises:
         ValueError: If it is one.
@@ -175,6 +182,11 @@ def check_mask(name: str, mask: Tensor, shape: tuple[int, ...]) -> None:
     if not mask.any():
         raise ValueError(
             f"the mask of '{name}' {shape} keeps none of its {mask.numel()} weights. HINT: a larger density."
+        )
+    if rho is not None and (kept := int(mask.count_nonzero()) / mask.numel()) != rho:
+        raise ValueError(
+            f"the loaded mask of '{name}' keeps {kept:.6g} of the weights, the plan says {rho:.6g}. HINT: make the "
+            "plan with the density, kind and seed of the run that was saved."
         )
 
 

@@ -6,22 +6,21 @@ import hashlib
 import io
 import json
 import math
-import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 from lightning_paro.algorithms.supar.masks import Masks, check_mask, densities, draw_mask, load_masks
-from lightning_paro.algorithms.supar.roles import TensorRole, Tensors, find_roles, matches, width_of
+from lightning_paro.algorithms.supar.multiples import multiples, pattern_of
+from lightning_paro.algorithms.supar.roles import Tensors, find_roles, matches
 from lightning_paro.algorithms.supar.rules import PARAMETERIZATIONS, ROLES, Parameterization, Role, factors
 
-__all__ = ["Entry", "SuParPlan"]
+__all__ = ["Entry", "SuParPlan", "difference"]
 
 FEW = 16
 """Weights that an output is the sum of, below which the paper's rules are no longer known to hold."""
@@ -130,18 +129,25 @@ class SuParPlan(Mapping[str, Entry]):
         if parameterization not in PARAMETERIZATIONS:
             raise ValueError(f"parameterization={parameterization!r} is not one of {', '.join(PARAMETERIZATIONS)}.")
         _check_numbers(init_std=init_std, alpha_input=alpha_input, alpha_output=alpha_output)
+        if masks is not None and (density, kind, seed) != (1.0, "random", 0):
+            raise ValueError(
+                f"masks={masks} and density={density}, kind={kind!r}, seed={seed}: expected one or the other. HINT: "
+                "masks has them all."
+            )
         how = masks if masks is not None else Masks(kind=kind, density=density, seed=seed)  # type: ignore[arg-type]
         told = {pattern: dict(fields) for pattern, fields in (overrides or {}).items()}
         _check_overrides(told)
         roles = {pattern: fields["role"] for pattern, fields in told.items() if "role" in fields}
         tensors = find_roles(model, roles)
         _check_patterns(tensors, exclude, told)
-        multiples = _multiples(model, tensors, base_width, base_config, roles)
+        times = multiples(model, tensors, base_width, base_config, roles)
         asked = _asked(how, tensors, exclude, told)
         rhos = _exact(how, tensors, asked)
+        if parameterization == "supar":
+            _warn_of_few(tensors, rhos)
         entries = {}
         for name, tensor in tensors.items():
-            m_in, m_out = multiples[name]
+            m_in, m_out = times[name]
             rule = factors(parameterization, tensor.role, m_in, m_out, rhos.get(name, 1.0))
             std = rule.std * init_std if tensor.role != "vector" else 0.0 if name.endswith("bias") else None
             entry = Entry(
@@ -150,12 +156,12 @@ class SuParPlan(Mapping[str, Entry]):
             )  # fmt: skip
             for pattern, fields in told.items():
                 given = {key: value for key, value in fields.items() if key not in ("role", "density")}
-                if given and matches(name, pattern):
+                if given and matches(name, pattern, tensors):
                     entry = replace(entry, **given, why=f"{entry.why}; {', '.join(given)} as told")
             entries[name] = entry
-        width = next((multiples[n][0] for n, t in tensors.items() if t.role == "output"), None)
+        width = next((times[n][0] for n, t in tensors.items() if t.role == "output"), None)
         if width is None:  # tied, or there is none
-            width = max((multiples[n][1] for n, t in tensors.items() if t.role == "embedding"), default=1.0)
+            width = max((times[n][1] for n, t in tensors.items() if t.role == "embedding"), default=1.0)
         return cls(entries, parameterization, width, alpha_input, alpha_output, how)
 
     # ---- a mapping ------------------------------------------------------------------------------------------
@@ -218,7 +224,7 @@ class SuParPlan(Mapping[str, Entry]):
         """Tensors that differ by the number of their layer only, together."""
         groups: dict[tuple[str, Entry], list[str]] = {}
         for name, entry in self.entries.items():
-            groups.setdefault((_pattern(name), entry), []).append(name)
+            groups.setdefault((pattern_of(name), entry), []).append(name)
         for (_, entry), names in groups.items():
             parts = zip(*(name.split(".") for name in names), strict=True)
             shown = ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
@@ -249,6 +255,27 @@ class SuParPlan(Mapping[str, Entry]):
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
 
+def difference(one: SuParPlan, other: SuParPlan) -> str | None:
+    """The first difference of two plans, in words, or None."""
+    ours, theirs = one.to_dict(), other.to_dict()
+    for key, told in (("parameterization", None), ("width", "m_d"), ("alpha_input", None), ("alpha_output", None)):
+        if ours[key] != theirs[key]:
+            return f"{told or key} {ours[key]} there, {theirs[key]} here"
+    if ours["masks"] != theirs["masks"]:
+        return f"masks {ours['masks']} there, {theirs['masks']} here"
+    for name in {**one.entries, **other.entries}:
+        there, here = ours["entries"].get(name), theirs["entries"].get(name)
+        if there != here:
+            return f"'{name}' {_short(there, here)} there, {_short(here, there)} here"
+    return None
+
+
+def _short(entry: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> str:
+    if entry is None or other is None:
+        return "not" if entry is None else "as a tensor"
+    return ", ".join(f"{key}={entry[key]}" for key in entry if entry[key] != other[key] and key != "why")
+
+
 OVERRIDES = ("role", "density", "init_std", "lr_factor", "sgd_lr_factor", "weight_decay_factor")
 
 
@@ -266,73 +293,18 @@ def _check_overrides(told: Mapping[str, Mapping[str, Any]]) -> None:
         if fields.get("role", ROLES[0]) not in ROLES:
             raise ValueError(f"overrides[{pattern!r}]: role={fields['role']!r} is not one of {', '.join(ROLES)}.")
         _check_numbers(**{key: value for key, value in fields.items() if key not in ("role", "weight_decay_factor")})
+        decay = fields.get("weight_decay_factor", 0.0)
+        if isinstance(decay, bool) or not (isinstance(decay, (int, float)) and 0 <= decay < math.inf):
+            raise ValueError(f"overrides[{pattern!r}]: weight_decay_factor={decay!r} must be a number, 0 or more.")
 
 
 def _check_patterns(tensors: Tensors, exclude: Sequence[str], told: Mapping[str, Any]) -> None:
     if isinstance(exclude, str):
         raise ValueError(f"exclude={exclude!r} must be several patterns. HINT: exclude=({exclude!r},).")
     for pattern in (*exclude, *told):
-        if not any(matches(name, pattern) for name in tensors):
+        if not any(matches(name, pattern, tensors) for name in tensors):
             some = ", ".join(list(tensors)[:3])
             raise ValueError(f"{pattern!r} matches no tensor of the model, such as {some}. HINT: print the plan.")
-
-
-def _multiples(
-    model: nn.Module, tensors: Tensors, base_width: int | None, base_config: Any, roles: Mapping[str, Role]
-) -> dict[str, tuple[float, float]]:
-    """Fan-in and fan-out of every tensor as multiples of the base model's."""
-    if (base_width is None) == (base_config is None):
-        raise ValueError(
-            f"base_width={base_width}, base_config={'given' if base_config is not None else None}: expected one of "
-            "them. HINT: base_width is the width of the model that the hyperparameters were tuned on."
-        )
-    if base_config is not None:
-        return _compared(tensors, _base_tensors(model, base_config, roles))
-    if isinstance(base_width, bool) or not isinstance(base_width, int) or base_width < 1:
-        raise ValueError(f"base_width={base_width!r} must be a whole number, 1 or more.")
-    m = width_of(model, tensors) / base_width
-    of_output = {f"{name.rpartition('.')[0]}.bias" for name, tensor in tensors.items() if tensor.role == "output"}
-    both: dict[Role, tuple[float, float]] = {"embedding": (1, m), "hidden": (m, m), "output": (m, 1), "vector": (1, m)}
-    return {n: (1.0, 1.0) if n in of_output else both[tensor.role] for n, tensor in tensors.items()}
-
-
-def _base_tensors(model: nn.Module, base: Any, roles: Mapping[str, Role]) -> Tensors:
-    """The base model's tensors, under the names that they would have in the model."""
-    if isinstance(base, nn.Module):
-        return find_roles(base, roles)
-    for name, module in model.named_modules():
-        if type(getattr(module, "config", None)) is type(base):
-            with torch.device("meta"):
-                made = type(module)(base)
-            return {f"{name}.{own}" if name else own: tensor for own, tensor in find_roles(made, roles).items()}
-    raise ValueError(
-        f"base_config is a {type(base).__name__}, and no part of {type(model).__name__} is built from one. HINT: a "
-        "config of the class of the model's own, or the base model itself, which may be on the meta device."
-    )
-
-
-def _compared(tensors: Tensors, base: Tensors) -> dict[str, tuple[float, float]]:
-    """The base may have fewer or more layers: then a tensor is compared with that of any layer."""
-    by_pattern: dict[str, set[TensorRole]] = {}
-    for name, tensor in base.items():
-        by_pattern.setdefault(_pattern(name), set()).add(tensor)
-    found = {}
-    for name, tensor in tensors.items():
-        alike = by_pattern.get(_pattern(name), set())
-        other = base.get(name) or (next(iter(alike)) if len(alike) == 1 else None)
-        if other is None or len(other.shape) != len(tensor.shape):
-            what = "has none" if other is None else f"has {other.shape}"
-            raise ValueError(
-                f"'{name}' has shape {tensor.shape}, the base model {what}. HINT: they differ in widths only."
-            )
-        m_in = _fan_in(tensor) / _fan_in(other)
-        found[name] = (m_in, tensor.fan_out / other.fan_out)
-    return found
-
-
-def _fan_in(tensor: TensorRole) -> int:
-    """The rows of a table are looked up, not summed over, so their number does not matter."""
-    return 1 if tensor.role == "embedding" else tensor.fan_in
 
 
 def _asked(
@@ -342,11 +314,17 @@ def _asked(
     chosen = {
         name: (tensor.fan_in, tensor.fan_out)
         for name, tensor in tensors.items()
-        if tensor.is_sparse and not any(matches(name, pattern) for pattern in exclude)
+        if tensor.is_sparse and not any(matches(name, pattern, tensors) for pattern in exclude)
     }
+    is_fixed = how.kind in ("nm", "file")
+    if how.kind == "file" and exclude or is_fixed and any("density" in fields for fields in told.values()):
+        raise ValueError(
+            f"masks of kind={how.kind!r} have their own density, and there are others in exclude or overrides. HINT: "
+            "leave these out, or take another kind."
+        )
     asked = {} if how.is_dense or how.kind == "file" else densities(how, chosen)
     for pattern, fields in told.items():
-        matrices = [n for n, tensor in tensors.items() if matches(n, pattern) and tensor.role != "vector"]
+        matrices = [n for n, tensor in tensors.items() if matches(n, pattern, tensors) and tensor.role != "vector"]
         if "density" in fields and (not matrices or not fields["density"] <= 1):
             raise ValueError(
                 f"overrides[{pattern!r}]: a density of {fields['density']}; expected at most 1, of matrices."
@@ -375,17 +353,15 @@ def _exact(how: Masks, tensors: Tensors, asked: dict[str, float]) -> dict[str, f
             raise ValueError(
                 f"a density of {asked[name]} keeps none of the {count} weights of '{name}'. HINT: exclude it."
             )
-    few = {name: rho * tensors[name].fan_in for name, rho in found.items() if rho * tensors[name].fan_in < FEW}
+    return found
+
+
+def _warn_of_few(tensors: Tensors, rhos: Mapping[str, float]) -> None:
+    few = {name: kept for name, rho in rhos.items() if (kept := rho * tensors[name].fan_in) < FEW}
     if few:
         name, kept = next(iter(few.items()))
         warnings.warn(
             f"an output of '{name}' is the sum of {kept:.1f} weights; the rules suppose many, and below {FEW} "
             "hyperparameters may not carry over. HINT: a larger density or width.",
-            stacklevel=4,
+            stacklevel=3,
         )
-    return found
-
-
-def _pattern(name: str) -> str:
-    """A name without the numbers of layers."""
-    return re.sub(r"\b\d+\b", "*", name)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from torch import nn
 
 from lightning_paro.algorithms.supar.rules import Role
 from lightning_paro.sharding import embeddings_of, repeated_blocks
 
-__all__ = ["TensorRole", "Tensors", "find_roles", "is_transposed", "matches", "width_of"]
+__all__ = ["TensorRole", "Tensors", "find_roles", "is_projection", "is_transposed", "matches", "width_of"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ def find_roles(model: nn.Module, told: Mapping[str, Role]) -> dict[str, TensorRo
     Raises:
         ValueError: If there is no role for a tensor of two or more dimensions.
     """
-    places = _places(model)
+    places, names = _places(model), {name for name, _ in model.named_parameters()}
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     found: dict[str, TensorRole] = {}
     lost: list[str] = []
     seen: set[int] = set()  # what is tied stands under its first name
@@ -75,13 +77,13 @@ def find_roles(model: nn.Module, told: Mapping[str, Role]) -> dict[str, TensorRo
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            given = next((role for pattern, role in told.items() if matches(name, pattern)), None)
+            given = next((role for pattern, role in told.items() if matches(name, pattern, names)), None)
             role, is_sparse, why = places.get(id(parameter), ("vector", False, ""))
             if given is not None:
                 role, is_sparse, why = given, is_sparse and given == "hidden", "as told"
             elif id(parameter) not in places and not _is_vector(module, name, parameter):
                 lost.append(f"'{name}' {tuple(parameter.shape)} of {type(module).__name__}")
-            found[name] = TensorRole(role, tuple(parameter.shape), _axis(module, parameter), is_sparse, why)
+            found[name] = TensorRole(role, tuple(parameter.shape), _axis(module, parameter, tables), is_sparse, why)
     if lost:
         more = f" and {len(lost) - 2} more" if len(lost) > 2 else ""
         name = lost[0].split("'")[1]
@@ -93,9 +95,21 @@ def find_roles(model: nn.Module, told: Mapping[str, Role]) -> dict[str, TensorRo
     return found
 
 
-def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern, with ``*`` and ``?`` for what is left open, says a name or a part of it."""
-    return fnmatchcase(name, f"*{pattern}*")
+def matches(name: str, pattern: str, names: Container[str] = ()) -> bool:
+    """Whether a pattern, with ``*`` and ``?`` for what is left open, says a name or a part of it.
+
+    A number is a whole one: ``layers.1`` says nothing of ``layers.10``.
+
+    Args:
+        name: Of a parameter.
+        pattern: One that is a name itself says that one only.
+        names: Of all parameters.
+    """
+    if pattern in names:
+        return name == pattern
+    start, end = ("(?<!\\d)" * pattern[:1].isdigit(), "(?!\\d)" * pattern[-1:].isdigit())
+    inner = re.sub(r"\\[zZ]$", "", fnmatch.translate(pattern))
+    return re.search(f"{start}{inner}{end}", name) is not None
 
 
 def width_of(model: nn.Module, tensors: Tensors) -> int:
@@ -117,17 +131,21 @@ def width_of(model: nn.Module, tensors: Tensors) -> int:
     return Counter(fans).most_common(1)[0][0]
 
 
+MATRICES = ("weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+
 Place = tuple[Role, bool, str]
 
 
 def _places(model: nn.Module) -> dict[int, Place]:
     """By id of every matrix whose role is known: role, whether it may be sparse, and why."""
     order = list(model.modules())
-    blocks = [block for block in repeated_blocks(model).values() if not _is_projection(block)]
+    blocks = [block for block in repeated_blocks(model).values() if not is_projection(block)]
     inside = {module for block in blocks for module in block.modules()}
     tables = [*embeddings_of(model, "input"), *(module for module in order if isinstance(module, nn.Embedding))]
-    heads = embeddings_of(model, "output")
-    projections = [module for module in order if _is_projection(module) and module not in (*tables, *heads)]
+    weights = {id(parameter) for table in tables for parameter in table.parameters(recurse=False)}
+    tied = [m for m in order if isinstance(m, nn.Linear) and id(m.weight) in weights]
+    heads = embeddings_of(model, "output") or tied
+    projections = [module for module in order if is_projection(module) and module not in (*tables, *heads)]
     outside = [module for module in projections if module not in inside]
     first = next((place for place, module in enumerate(order) if module in inside), None)
     before = [] if first is None else [module for module in outside if order.index(module) < first]
@@ -153,16 +171,18 @@ def _places(model: nn.Module) -> dict[int, Place]:
 
 
 def _matrices(module: nn.Module) -> list[nn.Parameter]:
-    """What a module multiplies with."""
-    return [p for name, p in module.named_parameters(recurse=False) if p.ndim > 1 and not name.startswith("bias")]
+    """What a module multiplies with; what it is computed from, as by weight_norm, has no known role."""
+    return [p for name, p in module.named_parameters(recurse=False) if p.ndim > 1 and name in MATRICES]
 
 
-def _is_projection(module: nn.Module) -> bool:
+def is_projection(module: nn.Module) -> bool:
+    """Whether a module multiplies what comes in with a matrix."""
     return isinstance(module, (nn.Linear, nn.MultiheadAttention)) or _is_conv(module) or is_transposed(module)
 
 
 def _is_conv(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+    """Whether its fan-in grows with the width, which that of a convolution in groups may not."""
+    return isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and module.groups == 1
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -170,10 +190,10 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def _axis(module: nn.Module, parameter: nn.Parameter) -> int:
-    if is_transposed(module) or isinstance(module, nn.Embedding):
+def _axis(module: nn.Module, parameter: nn.Parameter, tables: Container[int]) -> int:
+    if is_transposed(module) or id(parameter) in tables:
         return 0
-    return 1 if _is_conv(module) else max(parameter.ndim - 1, 1)
+    return 1 if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) else max(parameter.ndim - 1, 1)
 
 
 def _is_vector(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:

@@ -52,10 +52,10 @@ def export(module: nn.Module, to: Format = "dense", rows: int = 4096) -> nn.Modu
             "with masks=Masks('block', block=16)."
         )
     names = []
-    for name, mask in masks_of(module):
-        names.append(f"{module._supar_prefix}{name}".removeprefix(prefix))
+    for name, mask, axis in masks_of(module):
+        names.append(name.removeprefix(prefix))
         if to == "2:4":
-            check_groups(name, mask, plan[name].axis)
+            check_groups(name, mask, axis)
     model = copied(module)
     if to == "granite":
         return as_granite(model)

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_paro.algorithms.supar.attention import MultipliedQuery, head_dim_of
 from lightning_paro.algorithms.supar.plan import SuParPlan
 from lightning_paro.algorithms.supar.roles import is_transposed
-from lightning_paro.algorithms.supar.scales import Multiplied, MultipliedInput, MultipliedQuery, Seen, head_dim_of
+from lightning_paro.algorithms.supar.scales import Multiplied, MultipliedInput, hooks_of, is_scale
 
-__all__ = ["fold", "hooks_of", "is_projection"]
+__all__ = ["fold", "is_linear"]
 
 PARTS = (
     "q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "query", "key", "value", "dense", "c_attn", "q_attn", "c_proj",
@@ -42,15 +43,7 @@ class Edit:
         part.add_(self.offset).mul_(self.factor).sub_(self.offset)
 
 
-def hooks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """The hooks that scale a forward, with the name of their module and itself."""
-    for name, module in model.named_modules():
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            if _is_ours(hook):
-                yield name, module, hook
-
-
-def is_projection(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
     """Whether a module multiplies its input with a weight of two dimensions, and does nothing else but add a bias."""
     return type(module) is nn.Linear or is_transposed(module)
 
@@ -83,13 +76,9 @@ def fold(model: nn.Module, plan: SuParPlan) -> None:
         part.scaling = float(part.scaling) / factor  # type: ignore[arg-type, assignment]
     for _, module, _ in list(hooks_of(model)):
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
+            for key in [key for key, hook in hooks.items() if is_scale(hook)]:
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
-
-
-def _is_ours(hook: Any) -> bool:
-    return isinstance(getattr(hook, "__self__", hook), (Multiplied, MultipliedInput, MultipliedQuery, Seen))
 
 
 def _of_hook(name: str, module: Any, hook: Any) -> list[Edit]:
@@ -100,9 +89,9 @@ def _of_hook(name: str, module: Any, hook: Any) -> list[Edit]:
     if not isinstance(hook, (Multiplied, MultipliedInput)):
         return []
     is_table = isinstance(module, nn.Embedding) and module.max_norm is None
-    is_linear = is_projection(module) or isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
+    is_matrix = is_linear(module) or isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
     known = {own for own, _ in module.named_parameters()} <= {"weight", "bias"}
-    if not (known and (is_linear or is_table and isinstance(hook, Multiplied))):
+    if not (known and (is_matrix or is_table and isinstance(hook, Multiplied))):
         raise ValueError(
             f"'{name}' ({type(module).__name__}) is multiplied by {hook.factor:.6g}, which cannot be folded into it; "
             "expected an nn.Embedding without max_norm, a linear layer or a convolution. HINT: merge adapters; "
@@ -151,7 +140,7 @@ def _query(module: Any, factor: float) -> list[Edit] | None:
     heads: Any = getattr(module, "num_heads", None) or getattr(config, "num_attention_heads", None)
     for own in ("q_proj", "query", "q_attn"):
         part = getattr(module, own, None)
-        if isinstance(part, nn.Module) and is_projection(part):
+        if isinstance(part, nn.Module) and is_linear(part):
             made = part.weight.shape[int(is_transposed(part))]  # type: ignore[index]
             return _whole(part, factor) if heads and made == heads * head_dim else None
     fused = getattr(module, "c_attn", None)
@@ -171,7 +160,7 @@ def _whole(module: nn.Module, factor: float) -> list[Edit]:
 
 def _parts(module: nn.Module, factor: float, part: Callable[[Tensor], Tensor]) -> list[Edit] | None:
     edits = [Edit(module, name, factor, part) for name, _ in module.named_parameters(recurse=False)]
-    return edits if is_projection(module) else None
+    return edits if is_linear(module) else None
 
 
 def _clips(module: nn.Module) -> bool:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_paro.algorithms.supar.exports.fold import hooks_of
-from lightning_paro.algorithms.supar.scales import Multiplied, MultipliedInput
+from lightning_paro.algorithms.supar.scales import Multiplied, MultipliedInput, hooks_of
 
 __all__ = ["as_granite"]
 

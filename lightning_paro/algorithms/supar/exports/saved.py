@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_paro.algorithms.supar.exports.source import inner_of, masks_of, plan_of
 from lightning_paro.algorithms.supar.mask_state import SUFFIX
-from lightning_paro.algorithms.supar.masks import Masks, load_masks
-from lightning_paro.algorithms.supar.plan import SuParPlan
+from lightning_paro.algorithms.supar.masks import Masks, check_mask, load_masks
+from lightning_paro.algorithms.supar.plan import SuParPlan, difference
 
 __all__ = ["load_masked", "save_masked"]
 
@@ -41,12 +41,14 @@ def save_masked(module: nn.Module, folder: str | Path) -> None:
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"there is something in {folder}. HINT: a new folder, or remove it.")
-    plan, masks = plan_of(module), {name: mask.contiguous() for name, mask in masks_of(module)}
+    plan, start = plan_of(module), str(module._supar_prefix)
+    masks = {name.removeprefix(start): mask.contiguous() for name, mask, _ in masks_of(module)}
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = folder.with_name(f".{folder.name}.{os.getpid()}")
     part.mkdir()
     try:
-        save_file(_weights(module), part / WEIGHTS, metadata={"format": "pt"})
+        weights = {name: value.detach().clone().contiguous() for name, value in _weights(module).items()}
+        save_file(weights, part / WEIGHTS, metadata={"format": "pt"})
         save_file(masks, part / MASKS)
         (part / PLAN).write_text(json.dumps(plan.to_dict(), indent=1))
         part.replace(folder)
@@ -63,8 +65,7 @@ def load_masked(module: nn.Module, folder: str | Path) -> None:
         folder: Where it was saved.
 
     Raises:
-        ValueError: If files are missing, or are of another model or plan; nothing is loaded then.
-        RuntimeError: If a mask keeps another share of weights than the module's.
+        ValueError: If files are missing, or are of another model, plan or density; nothing is loaded then.
     """
     from safetensors.torch import load_file
 
@@ -73,9 +74,9 @@ def load_masked(module: nn.Module, folder: str | Path) -> None:
         raise ValueError(f"there is no {lost[0]} in {folder}. HINT: the folder that save_masked wrote.")
     plan = plan_of(module)
     saved = SuParPlan.from_dict(json.loads((folder / PLAN).read_text()))
-    if difference := _difference(_bare(saved), _bare(plan)):
+    if told := difference(_bare(saved), _bare(plan)):
         raise ValueError(
-            f"the plan in {folder} is another: {difference}. HINT: build the module with the width, density and "
+            f"the plan in {folder} is another: {told}. HINT: build the module with the width, density and "
             "parameterization of the one that was saved."
         )
     weights, own = load_file(folder / WEIGHTS), _weights(module)
@@ -84,8 +85,15 @@ def load_masked(module: nn.Module, folder: str | Path) -> None:
         name = next(n for n in {**shapes, **expected} if shapes.get(n) != expected.get(n))
         there, here = (of.get(name, "missing") for of in (shapes, expected))
         raise ValueError(f"'{name}' is {there} in {folder}, and {here} in the model. HINT: build the same model.")
-    masks = {f"{module._supar_prefix}{name}{SUFFIX}": mask for name, mask in load_masks(folder / MASKS).items()}
-    module.load_state_dict(masks, strict=False)
+    masks = load_masks(folder / MASKS)
+    if masks.keys() != set(plan.sparse):
+        raise ValueError(
+            f"{folder / MASKS} has masks of {len(masks)} tensors, the plan of {len(plan.sparse)}. HINT: a plan with "
+            f"masks=Masks('file', path='{folder / MASKS}')."
+        )
+    for name, mask in masks.items():
+        check_mask(name, mask, plan[name].shape, plan[name].rho)
+    module.load_state_dict({f"{module._supar_prefix}{name}{SUFFIX}": m for name, m in masks.items()}, strict=False)
     with torch.no_grad():
         for name, value in own.items():
             value.copy_(weights[name])
@@ -104,13 +112,3 @@ def _weights(module: nn.Module) -> dict[str, Tensor]:
 def _bare(plan: SuParPlan) -> SuParPlan:
     """Without how masks are drawn."""
     return replace(plan, masks=Masks(), entries={name: replace(entry, density=1.0) for name, entry in plan.items()})
-
-
-def _difference(saved: SuParPlan, own: SuParPlan) -> str | None:
-    for key in ("parameterization", "width", "alpha_input", "alpha_output"):
-        if getattr(saved, key) != getattr(own, key):
-            return f"{key} is {getattr(saved, key)} there, {getattr(own, key)} here"
-    for name in {**saved, **own}:
-        if saved.entries.get(name) != own.entries.get(name):
-            return f"'{name}' is {saved.entries.get(name)} there, {own.entries.get(name)} here"
-    return None

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_paro.algorithms.supar.mask_state import MaskState
+from lightning_paro.algorithms.supar.mask_state import MaskState, attached
 from lightning_paro.algorithms.supar.plan import SuParPlan
 
 __all__ = ["copied", "inner_of", "masks_of", "plan_of"]
@@ -53,22 +53,21 @@ def inner_of(module: nn.Module) -> tuple[nn.Module, str]:
     return module, ""
 
 
-def masks_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """By the plan's names, the masks, whole and on the host.
+def masks_of(module: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
+    """By the module's names, the masks, whole and on the host, and their dimension of fan-in.
 
     Raises:
         ValueError: If a weight that is masked is not zero.
     """
-    state: MaskState | None = getattr(module, "supar_masks", None)
-    for name in plan_of(module).sparse if state is not None else ():
-        full = f"{module._supar_prefix}{name}"
-        mask, weight = state.mask(module, full), module.get_parameter(full)  # type: ignore[union-attr]
+    state = attached(module)
+    for name in state.names(module) if state is not None else ():
+        mask, weight = state.mask(module, name), module.get_parameter(name)  # type: ignore[union-attr]
         if alive := int(weight.detach()[~mask.to(weight.device)].count_nonzero()):
             raise ValueError(
-                f"{alive} of the {int((~mask).sum())} masked weights of '{full}' are not zero. HINT: train with "
+                f"{alive} of the {int((~mask).sum())} masked weights of '{name}' are not zero. HINT: train with "
                 "SparseMask, or multiply the weight with its mask."
             )
-        yield name, mask
+        yield name, mask, state.entry(module, name).axis  # type: ignore[union-attr]
 
 
 def copied(module: nn.Module) -> nn.Module:

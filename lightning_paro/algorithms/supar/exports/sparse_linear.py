@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from lightning_paro.algorithms.supar.exports.fold import is_projection
+from lightning_paro.algorithms.supar.exports.fold import is_linear
 from lightning_paro.algorithms.supar.roles import is_transposed
 
 __all__ = ["SparseLinear", "compress", "masked_layers", "put", "weight_of"]
@@ -74,7 +74,7 @@ def masked_layers(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
         ValueError: If there is no such layer.
     """
     owners = {name.rpartition(".")[0]: name for name in names}
-    found = {own: part for own in owners if is_projection(part := model.get_submodule(own))}
+    found = {own: part for own in owners if is_linear(part := model.get_submodule(own))}
     if not found:
         raise ValueError(
             f"{type(model).__name__} has {len(names)} masked parameters, and none is the weight of an nn.Linear. HINT: "
