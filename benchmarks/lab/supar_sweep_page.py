@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.lab.pictures import figure
 from benchmarks.lab.supar_protocol import ARMS, LIKE_MUP
 from benchmarks.lab.text import setup_line, table
-from lightning_paro.experiments import TransferReport
+from lightning_paro.experiments import Optimum, TransferReport
 
 __all__ = ["draw_iso", "draw_sweep", "report_of", "tell_iso", "tell_sweep"]
 
