@@ -92,10 +92,10 @@ def train(
     here = int(os.environ.get("RANK", 0)) if devices > 1 else 0
     mine = [batch.chunk(devices)[here] for batch in batches(steps * accumulate)]
     trainer = Trainer(
-        strategy=strategy, devices=devices, accelerator="cpu", precision=precision, max_steps=steps,
+        strategy=strategy, devices=devices, precision=precision, max_steps=steps,
         callbacks=list(callbacks), enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False, accumulate_grad_batches=accumulate,
-        **{"gradient_clip_val": CLIP, "logger": False, **settings},
+        **{"accelerator": "cpu", "gradient_clip_val": CLIP, "logger": False, **settings},
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(mine, batch_size=None), ckpt_path=resume)
     return trainer, module

@@ -152,3 +152,7 @@ def test_a_density_beside_n_and_m_is_refused() -> None:
     assert Masks("nm", 0.25, n=1).n == 1
     with pytest.raises(ValueError, match="seed=None must be a whole number"):
         Masks(seed=None)  # type: ignore[arg-type]
+
+
+def test_whole_numbers_are_densities_too() -> None:
+    assert repr(Masks(density=1)) == repr(Masks(density=1.0))

@@ -61,6 +61,7 @@ class Masks:
             )
         if type(self.seed) is not int:
             raise ValueError(f"seed={self.seed!r} must be a whole number.")
+        object.__setattr__(self, "density", float(self.density))  # 1 and 1.0 are the same plan
         if self.kind == "nm" and not 0 < self.n <= self.m:
             raise ValueError(f"n={self.n}, m={self.m}: expected 0 < n <= m, as in 2:4.")
         if self.kind == "nm" and self.density not in (1, self.n / self.m):
