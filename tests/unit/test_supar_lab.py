@@ -124,7 +124,7 @@ def test_every_run_of_a_study_is_one(name: str) -> None:
 
 SMALL = Study(
     "window", "hidden", ((64, 1.0), (64, 0.25)), {"sp": (0.01, 0.1), "mup": (0.01, 0.1), "supar": (0.01, 0.1)},
-    seeds=(5, 6), steps=2, batch=2, length=16, decays=True,
+    seeds=(5,), steps=2, batch=2, length=16, decays=True,
 )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def test_a_sweep_goes_on_where_it_was_cut_off(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(sys, "argv", command.split())
     supar.main()
     whole = json.loads(out.read_text())
-    assert len(whole["rows"]) == 2 * (4 + 4 + 2)
+    assert len(whole["rows"]) == 4 + 4 + 2
     out.write_text(json.dumps({**whole, "rows": whole["rows"][:-3]}))
     supar.main()
     again = json.loads(out.read_text())
@@ -154,6 +154,7 @@ def test_a_sweep_goes_on_where_it_was_cut_off(tmp_path: Path, monkeypatch: pytes
         supar.main()
 
 
+@pytest.mark.full  # it starts processes
 def test_several_at_a_time_find_what_one_does() -> None:
     tasks = [Setting("supar", 64, density, 1) for density in (1.0, 0.5)]
     work = functools.partial(supar_runs.check, "perceptron", 2, "cpu")
