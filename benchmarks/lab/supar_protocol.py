@@ -152,6 +152,11 @@ STUDIES = {
         {"sp": octaves(-9, 1), "mup": octaves(-7, 3), "supar": octaves(-7, 3)},
         seeds=(11, 12, 13), steps=300, batch=16, length=64, decays=False,
     ),
+    "hidden_low": Study(
+        "window", "hidden", tuple((256, density) for density in DENSITIES),
+        {"sp": octaves(-13, -3), "mup": octaves(-11, -1), "supar": octaves(-11, -1)},
+        seeds=(21, 22, 23), steps=300, batch=16, length=64, decays=False,
+    ),
     "global": Study(
         "gpt", "global", tuple((1024, density) for density in DENSITIES),
         {
@@ -166,5 +171,6 @@ STUDIES = {
         seeds=(11, 12, 13), steps=450, batch=32, length=256, decays=True,
     ),
 }  # fmt: skip
-"""By the question: hidden rates of a perceptron on the CPU; the rate of a GPT on a GPU, also with half of SμPar each;
-and models of different width with equally many weights at fixed hyperparameters, SP at both rates of the paper."""
+"""By the question: hidden rates of a perceptron on the CPU, whose first grid was too high, so there is a second one
+with fresh seeds; the rate of a GPT on a GPU, also with half of SμPar each; and models of different width with equally
+many weights at fixed hyperparameters, SP at both rates of the paper."""
