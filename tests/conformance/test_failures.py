@@ -45,7 +45,8 @@ def _run(log: Path, *arguments: str) -> tuple[int, str]:
     [
         pytest.param([], "raise", marks=pytest.mark.full),
         pytest.param([], "setup", marks=pytest.mark.full),
-        ([], "save"),  # as "raise", but the failed rank then waits for the others to save a checkpoint
+        # as "raise", but the failed rank then waits for the others to save a checkpoint
+        pytest.param([], "save", marks=pytest.mark.full),
         ([], "kill"),
         pytest.param(TORCHRUN, "raise", marks=pytest.mark.full),
     ],

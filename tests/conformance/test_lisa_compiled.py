@@ -81,7 +81,8 @@ def test_a_compiled_layer_has_two_variants(ahead: bool, wrap: bool, embeddings: 
     assert watch.gradients == watch.states == watch.trained
 
 
-@pytest.mark.parametrize("build", [pytest.param(gpt2, marks=pytest.mark.full), llama], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("build", [gpt2, llama], ids=["gpt2", "llama"])
+@pytest.mark.full
 def test_layers_of_transformers_compiled_one_by_one(build: Any) -> None:
     counting = Counting(ahead=True)
     results = []

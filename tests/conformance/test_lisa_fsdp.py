@@ -158,7 +158,7 @@ def _resumed(path: Path, policy: str, step: int) -> None:
 
 
 @pytest.mark.parametrize("policy", by_default("drop_frozen", of=["drop_frozen", "keep"]))
-@pytest.mark.parametrize("step", [INTERVAL + 1, 2 * INTERVAL])
+@pytest.mark.parametrize("step", [INTERVAL + 1, pytest.param(2 * INTERVAL, marks=pytest.mark.full)])
 def test_resumed(pool: Pool, tmp_path: Path, policy: str, step: int) -> None:
     """From shards: torch cannot put whole ones together on a CPU."""
     pool.run(_resumed, tmp_path / "mid.ckpt", policy, step)

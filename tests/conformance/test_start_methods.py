@@ -12,7 +12,7 @@ from lightning_paro import ParoStrategy
 from tests.conformance.support import Regressor, assert_close, trainer, values
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_a_started_run_hands_weights_and_metrics_back(
     tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch

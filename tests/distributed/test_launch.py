@@ -111,6 +111,7 @@ def nodes(out: Path, address: str = "127.0.0.1", width: int = 32) -> list[Comman
     ]
 
 
+@pytest.mark.full
 def test_two_lightning_nodes_are_two_groups_and_equal_one_process(tmp_path: Path) -> None:
     out = tmp_path / "outcome.pt"
     launch(tmp_path, *nodes(out))

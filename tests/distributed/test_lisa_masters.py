@@ -118,7 +118,7 @@ def _through_sleep(partitions: tuple[str, ...], keep_master: bool) -> list[Maste
     return found
 
 
-@pytest.mark.parametrize("keep_master", [False, True])
+@pytest.mark.parametrize("keep_master", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_master_that_is_let_go_is_rounded_once_and_one_that_is_kept_stays(
     pool: Pool, few: tuple[str, ...], keep_master: bool
 ) -> None:

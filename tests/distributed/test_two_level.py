@@ -106,6 +106,7 @@ def test_every_dtype_and_size(pool: Pool, topology: tuple[int, int]) -> None:
     assert pool.run(wrong_results, topology[1]) == [[]] * WORLD_SIZE
 
 
+@pytest.mark.full
 def test_every_dtype_and_size_in_explicit_groups(pool: Pool, six: Pool) -> None:
     assert pool.run(wrong_results, [[0, 2], [1, 3]]) == [[]] * WORLD_SIZE
     assert six.run(wrong_results, [[0, 1, 4], [2, 3, 5]]) == [[]] * 6
