@@ -99,6 +99,7 @@ class SparseMask(Callback):
         self.masks: MaskState | None = None
         """Where masks come from, once the callback is set up."""
         self._dropped: dict[str, Tensor] = {}  # of this rank's parts: what is not kept
+        self._is_elementwise = False  # whether all optimizers are known to be
         self._is_kept = False  # by optimizers: whether what is zero, without gradient and moments, is sure to stay zero
         self._step = 0
 
@@ -159,7 +160,9 @@ class SparseMask(Callback):
             self._find_masks(pl_module, "fit")
             self._check_masks(pl_module)
         assert self.masks is not None
-        self._is_kept, self._step = all(map(is_elementwise, trainer.optimizers)), trainer.global_step
+        self._is_elementwise, self._step = all(map(is_elementwise, trainer.optimizers)), trainer.global_step
+        is_half = any(parameter.dtype is torch.float16 for parameter in pl_module.parameters())  # Adam's eps is 0 there
+        self._is_kept = self._is_elementwise and not is_half
         access = state_access(trainer)
         names = self.masks.names(pl_module)
         frozen = [name for name in names if not pl_module.get_parameter(name).requires_grad]
@@ -198,7 +201,7 @@ class SparseMask(Callback):
         with torch.no_grad():
             for name in new:
                 self._dropped[name] = ~_part(self.masks.mask(module, name), shards[name])
-                _clear(shards[name], self._dropped[name], is_elementwise=self._is_kept)
+                _clear(shards[name], self._dropped[name], is_elementwise=self._is_elementwise)
         return bool(new)
 
     @override
@@ -226,7 +229,7 @@ class SparseMask(Callback):
             self.masks.replace(name, mask)
             if shard is not None:
                 self._dropped[name] = ~_part(mask, shard)
-                _clear(shard, self._dropped[name], is_elementwise=self._is_kept)
+                _clear(shard, self._dropped[name], is_elementwise=self._is_elementwise)
 
     @override
     def on_train_batch_end(
@@ -243,7 +246,7 @@ class SparseMask(Callback):
         if trainer.strategy.reduce_boolean_decision(living, all=False):
             with torch.no_grad():
                 for name in there:
-                    shards[name].value.masked_fill_(self._dropped[name], 0)
+                    _clear(shards[name], self._dropped[name], is_elementwise=self._is_elementwise)
             access.update_parameters()
 
     @override

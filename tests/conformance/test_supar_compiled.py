@@ -120,7 +120,7 @@ def test_masks_of_a_model_that_was_wrapped_before_are_the_same() -> None:
     assert all(torch.equal(value, _values(one)[name]) for name, value in _values(other).items())
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", pytest.param("16-true", marks=pytest.mark.full)])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true"])
 def test_masked_weights_and_moments_stay_zero_in_every_precision(precision: Any) -> None:
     trainer, module = train(build=lambda: Writer("gpt2"), precision=precision, steps=3)
     masks, values = _masks(module), _values(module)
