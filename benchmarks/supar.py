@@ -30,10 +30,10 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.lab.lisa_runs import setup_of
-from benchmarks.lab.report import RESULTS
+from benchmarks.lab.report import RESULTS, save_whole
 from benchmarks.lab.supar_formats import measure_formats
 from benchmarks.lab.supar_protocol import STUDIES, SUBJECTS
-from benchmarks.lab.supar_runs import about, check, losses, missing, pool, rows_in, save_whole
+from benchmarks.lab.supar_runs import about, check, losses, missing, pool, rows_in
 from benchmarks.lab.supar_sweep_page import report_of
 from benchmarks.lab.supar_time import measure_time
 from lightning_paro.algorithms.supar import Parameterization

@@ -17,6 +17,15 @@ def pool() -> Iterator[Pool]:
     workers.close()
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Sums are the same each time, and cores are left to others."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
     """A run inside this process sets a launcher's variables, and leaves its process group."""

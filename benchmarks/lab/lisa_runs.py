@@ -21,7 +21,7 @@ import torch
 
 import lightning_paro
 from benchmarks.lab.cluster import ROOT
-from benchmarks.lab.report import save
+from benchmarks.lab.report import save_whole
 
 __all__ = ["Job", "Results", "run", "setup_of"]
 
@@ -96,9 +96,7 @@ class Results:
             others = [other for other in self.report["rows"] if not run.items() <= other.items()]
             self.report["rows"] = [*others, row]
             self.report |= self._finish(self.report["rows"])
-            part = self._path.with_suffix(".part")  # a run that is cut off leaves a whole file
-            save(self.report, part)
-            part.replace(self._path)
+            save_whole(self.report, self._path)
 
 
 class Room:

@@ -21,7 +21,7 @@ from benchmarks.lab.contestants import HSDP, partitions
 from benchmarks.lab.rows import Row, rows_of
 from benchmarks.lab.schedule import Job, Record
 
-__all__ = ["RESULTS", "left_out", "make_report", "publish", "read", "result", "save", "show"]
+__all__ = ["RESULTS", "left_out", "make_report", "publish", "read", "result", "save", "save_whole", "show"]
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -77,6 +77,13 @@ def result(name: str, gpus: int) -> Path:
 def save(report: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def save_whole(report: dict[str, Any], path: Path) -> None:
+    """Write a report so that a go that is cut off leaves the one before."""
+    part = path.with_suffix(".part")
+    save(report, part)
+    part.replace(path)
 
 
 def show(report: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks.lab.lisa_runs import setup_of
-from benchmarks.lab.supar_runs import save_whole
+from benchmarks.lab.report import save_whole
 from lightning_paro.algorithms.supar import Masks
 from lightning_paro.algorithms.supar.exports.semi_structured import cuda_timer, sparsified
 from lightning_paro.algorithms.supar.exports.sparse_linear import SparseLinear, weight_of

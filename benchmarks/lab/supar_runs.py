@@ -16,12 +16,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.lab.report import save
 from benchmarks.lab.supar_models import Writer, text, text_of
 from benchmarks.lab.supar_protocol import STUDIES, SUBJECTS, Run, Study
 from lightning_paro.experiments import Setting, coord_check, final_loss
 
-__all__ = ["about", "check", "losses", "missing", "pool", "rows_in", "save_whole", "trainer_of"]
+__all__ = ["about", "check", "losses", "missing", "pool", "rows_in", "trainer_of"]
 
 Row = dict[str, Any]
 Task = TypeVar("Task")
@@ -101,13 +100,6 @@ def rows_in(path: Path, head: Row) -> list[Row]:
         told = "; ".join(f"{key} {there.get(key)} there, {head[key]} here" for key in differing)
         raise SystemExit(f"the rows in {path} are of another study: {told}. HINT: give another --out, or move it away.")
     return list(there["rows"])
-
-
-def save_whole(report: Row, path: Path) -> None:
-    """Write a report so that a go that is cut off leaves the one before."""
-    part = path.with_suffix(".part")
-    save(report, part)
-    part.replace(path)
 
 
 def missing(study: Study, rows: Sequence[Row]) -> list[Run]:

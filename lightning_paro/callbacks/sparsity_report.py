@@ -10,13 +10,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 from typing_extensions import override
 
-from lightning_paro.algorithms.supar import MaskState
+from lightning_paro.algorithms.supar.mask_state import attached
 from lightning_paro.algorithms.supar.masks import as_rows
 from lightning_paro.callbacks import _reports
-from lightning_paro.callbacks.sparse_mask import SparseMask
 from lightning_paro.state_access import state_access
 
 __all__ = ["SparsityReport"]
@@ -43,8 +41,8 @@ class SparsityReport(Callback):
         self._report(trainer, pl_module, "in the end")
 
     def _report(self, trainer: Trainer, module: LightningModule, when: str) -> None:
-        state = _masks_of(trainer, module)
-        if state is None:
+        state = attached(module)
+        if state is None or not state.names(module):
             rank_zero_info("SparsityReport: no tensor has a mask. HINT: SparseMask, or a SuParPlan with a density.")
             return
         names = state.names(module)
@@ -70,12 +68,6 @@ class SparsityReport(Callback):
         if folder is not None and trainer.is_global_zero:
             rows = (list(row.values()) for row in self.rows)
             _reports.write_table("SparsityReport", f"{folder}/sparsity.csv", list(self.rows[0]), rows)
-
-
-def _masks_of(trainer: Trainer, module: nn.Module) -> MaskState | None:
-    own: MaskState | None = getattr(module, "supar_masks", None)
-    kept = next((c for c in trainer.callbacks if isinstance(c, SparseMask)), None)  # type: ignore[attr-defined]
-    return own or (kept.masks if kept is not None else None)
 
 
 def _count(row: dict[str, Any]) -> int:

@@ -38,13 +38,7 @@ from tests.distributed.test_dynamic_masks import (
 SPARSE = [f"layers.{layer}.{name}.weight" for layer in range(LAYERS) for name in ("up", "down")]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Models are tiny, and sums are to be the same each time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")  # sums are to be the same each time
 
 
 class Masks(Callback):

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_paro.algorithms.supar import SuParPlan
 from lightning_paro.algorithms.supar.scales import hooks_of
-from lightning_paro.callbacks import ParamGroupGuard, SparseMask
+from lightning_paro.callbacks import ParamGroupGuard, SparseMask, SparsityReport
 from lightning_paro.mixins import SuParMixin
 from tests.distributed.supar import BASE, DECAY, LR, WIDTH, Layer, Net, Plain, train
 
@@ -326,3 +326,14 @@ def test_one_model_in_two_modules_is_refused() -> None:
     one.supar_setup(plan_of(one.model))
     with pytest.raises(ValueError, match="is multiplied already, by the plan of another module"):
         other.supar_setup(plan_of(other.model))
+
+
+def test_a_dense_plan_has_nothing_to_report(tmp_path: Path) -> None:
+    class Dense(Building):
+        def configure_model(self) -> None:
+            self.model = Inner()
+            self.supar_setup(plan_of(self, density=1.0))
+
+    report = SparsityReport()
+    train(build=Dense, precision="32-true", steps=1, callbacks=[report], logger=CSVLogger(tmp_path))
+    assert report.rows == []

@@ -1,20 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from tests.distributed.loops import ALL, FEW, SOME
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
+def _one_thread(one_thread: None) -> None:
     """The oracles are tiny, and the ranks need the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def _or_others(chosen: tuple[str, ...], of: tuple[str, ...]) -> list[object]:
