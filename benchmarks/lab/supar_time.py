@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -61,19 +61,20 @@ class _Watch(Callback):
         self.peak = torch.cuda.max_memory_allocated()
 
 
-def _dense(name: str, width: int) -> LightningModule:
-    return Writer(name, Setting("supar", width, 1.0, seed=0))
+class _Parametrized(Writer):
+    """The masks of another, in the forward."""
 
+    def __init__(self, name: str, width: int, masked: Writer) -> None:
+        super().__init__(name, Setting("supar", width, 1.0, seed=0))
+        self.groups = self.supar_param_groups(self.lr)  # found by names that parametrizations change
+        plan = masked.supar_plan
+        assert plan is not None
+        for path in plan.sparse:
+            owner, _, own = path.rpartition(".")
+            parametrize.register_parametrization(self.model.get_submodule(owner), own, _Product(plan.mask(path)))
 
-def _parametrized(name: str, width: int, masked: Writer) -> LightningModule:
-    """The same masks, in the forward."""
-    module = _dense(name, width)
-    plan = masked.supar_plan
-    assert plan is not None
-    for path in plan.sparse:
-        owner, _, own = path.rpartition(".")
-        parametrize.register_parametrization(module.get_submodule(f"model.{owner}"), own, _Product(plan.mask(path)))
-    return module
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([dict(group) for group in self.groups], betas=(0.9, 0.95), fused=True)
 
 
 def measure_time(arguments: argparse.Namespace) -> None:
@@ -82,7 +83,11 @@ def measure_time(arguments: argparse.Namespace) -> None:
     for name, width, batch, length in SHAPES:
         text = torch.randint(256, (WARMUP + MEASURED, batch, length), generator=torch.Generator().manual_seed(0))
         masked = Writer(name, Setting("supar", width, DENSITY, seed=0))
-        modules = {"dense": _dense(name, width), "masked": masked, "parametrized": _parametrized(name, width, masked)}
+        modules = {
+            "dense": Writer(name, Setting("supar", width, 1.0, seed=0)),
+            "masked": masked,
+            "parametrized": _Parametrized(name, width, masked),
+        }
         seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
         peaks = dict.fromkeys(ARMS, 0)
         for _ in range(REPEATS):

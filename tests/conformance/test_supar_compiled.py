@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from lightning_paro.algorithms.supar import SuParPlan
+from lightning_paro.algorithms.supar.init import initialize
 from lightning_paro.mixins import SuParMixin
 from tests.distributed.supar import Net, train
 
@@ -146,3 +147,15 @@ def test_initial_values_do_not_depend_on_the_default_dtype() -> None:
         for name, value in one.named_parameters():
             assert torch.equal(other.get_parameter(name), value.to(dtype)), name
         assert all(torch.equal(mask, _masks(other)[name]) for name, mask in _masks(one).items())
+
+
+def test_initial_values_do_not_depend_on_the_default_device() -> None:
+    """Lightning calls configure_model with the accelerator as default, for which the meta device stands here."""
+    one, other = Net(), Net(seed=2)
+    plan = one.supar_plan
+    assert plan is not None
+    with torch.device("meta"):
+        initialize(other, plan)
+        masks = {name: plan.mask(name) for name in plan.sparse}
+    assert all(torch.equal(one.get_parameter(name), value) for name, value in other.named_parameters())
+    assert all(torch.equal(masks[name.removesuffix("_mask")], mask) for name, mask in _masks(one).items())

@@ -13,8 +13,19 @@ from tests.distributed.supar import Net, Plain, by_hand, train
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
 
-def test_training_equals_that_by_hand_on_the_cpu() -> None:
-    _, module = train(accelerator="gpu")
+class Late(Net):
+    """Set up in configure_model, where the GPU is the default device."""
+
+    def __init__(self) -> None:
+        Plain.__init__(self)
+
+    def configure_model(self) -> None:
+        self.supar_setup(Net().supar_plan)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("build", [Net, Late])
+def test_training_equals_that_by_hand_on_the_cpu(build: Any) -> None:
+    _, module = train(accelerator="gpu", build=build)
     for name, value in by_hand().items():
         torch.testing.assert_close(module.get_parameter(name).cpu(), value, rtol=0, atol=1e-9)
 

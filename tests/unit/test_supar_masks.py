@@ -61,6 +61,24 @@ def test_every_weight_is_as_likely(how: dict[str, Any]) -> None:
     assert (counts - 100).abs().max() < 5 * deviation
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"density": 1.0},
+        {"kind": "bernoulli"},
+        {"kind": "nm", "n": 1},
+        {"kind": "block", "block": 8},
+        {"kind": "er"},
+    ],
+    ids=str,
+)
+def test_the_default_device_is_of_no_account(how: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        mask = drawn(**how)
+    assert torch.equal(mask, drawn(**how))
+
+
 def test_bernoulli_counts_vary() -> None:
     counts = torch.tensor([float(drawn(kind="bernoulli", seed=seed).sum()) for seed in range(200)])
     n = math.prod(SHAPE)

@@ -91,7 +91,7 @@ def initialize(model: nn.Module, plan: SuParPlan, prefix: str = "") -> None:
                 "configure_model on real tensors, before anything wraps or shards the model."
             )
         if entry.init_std is not None:
-            drawn = torch.zeros(entry.shape, dtype=torch.float32)  # whatever the default is
+            drawn = torch.zeros(entry.shape, dtype=torch.float32, device="cpu")  # whatever the defaults are
             if entry.init_std:
                 drawn.normal_(0, entry.init_std, generator=generator_of(plan.masks.seed, f"init {name}"))
             parameter.copy_(drawn)

@@ -81,7 +81,7 @@ class MaskState:
 
     def _first(self, module: nn.Module, name: str) -> Tensor:
         if self._is_dense_first:
-            return torch.ones(self.entry(module, name).shape, dtype=torch.bool)
+            return torch.ones(self.entry(module, name).shape, dtype=torch.bool, device="cpu")
         return self.plan(module).mask(name.removeprefix(self._prefix))
 
     def _save(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

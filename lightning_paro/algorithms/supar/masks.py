@@ -81,7 +81,11 @@ class Masks:
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
-    """A generator of its own for a tensor, from a seed and the tensor's name, compiled or not."""
+    """A generator of its own for a tensor, from a seed and the tensor's name, compiled or not.
+
+    It is on the host, as all that is drawn with it must be, whatever the default device is: Lightning calls
+    ``configure_model`` with the accelerator as default.
+    """
     digest = hashlib.sha256(f"{seed}\n{name.replace('_orig_mod.', '')}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
@@ -104,7 +108,7 @@ def draw_mask(masks: Masks, name: str, shape: tuple[int, ...], axis: int, densit
     """
     generator = generator_of(masks.seed, name)
     if masks.kind == "bernoulli":
-        return torch.rand(shape, generator=generator, dtype=torch.float32) < density
+        return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu") < density
     if masks.kind in ("random", "er"):
         return _exactly(math.prod(shape), density, generator).view(shape)
     outputs, inputs = as_rows(torch.empty(shape, device="meta"), axis).shape
@@ -195,8 +199,8 @@ def _exactly(count: int, density: float, generator: torch.Generator) -> Tensor:
     """Of so many places exactly a share, each set of places as likely as another."""
     kept = round(density * count)
     if kept in (0, count):
-        return torch.full((count,), kept > 0)
-    drawn = torch.rand(count, generator=generator, dtype=torch.float32)
+        return torch.full((count,), kept > 0, device="cpu")
+    drawn = torch.rand(count, generator=generator, dtype=torch.float32, device="cpu")
     spread = 6 * math.sqrt(density * (1 - density) / count)
     while True:  # the largest number that is kept is near the density, so only those around it have to be sorted
         low, high = density - spread, density + spread
@@ -215,8 +219,9 @@ def _groups(masks: Masks, name: str, rows: tuple[int, int], generator: torch.Gen
     outputs, inputs = rows
     if inputs % masks.m:
         raise ValueError(f"'{name}' has a fan-in of {inputs}, which does not divide by m={masks.m}. HINT: exclude it.")
-    drawn = torch.rand(outputs, inputs // masks.m, masks.m, generator=generator, dtype=torch.float64)
-    mask = torch.zeros(drawn.shape, dtype=torch.bool)
+    shape = (outputs, inputs // masks.m, masks.m)
+    drawn = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
+    mask = torch.zeros_like(drawn, dtype=torch.bool)
     return mask.scatter_(2, drawn.topk(masks.n, dim=2).indices, True).view(rows)
 
 
