@@ -1,10 +1,10 @@
 """SμPar beside SP and μP: activations, learning rates that carry over or do not, and what masks and formats cost.
 
-The protocol, fixed beforehand, stands in `lab/supar_protocol.py`. A few minutes each on two CPU cores::
+The protocol, fixed beforehand, stands in `lab/supar_protocol.py`. On two CPU cores, the sweep half an hour::
 
     python -m benchmarks.supar coords --subject perceptron --widths 1024
     python -m benchmarks.supar coords --subject llama --widths 256
-    python -m benchmarks.supar sweep --study hidden --workers 2
+    python -m benchmarks.supar sweep --study hidden_low --workers 2
 
 and on a GPU, with as many processes as keep it busy::
 

@@ -69,7 +69,7 @@ def draw_coords(report: Report, path: Path) -> None:
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")
             axis.set_xlabel("density")
-            axis.set_title(f"{part['model']}, width {width}: {module.split('.', 2)[-1]}", fontsize=9)
+            axis.set_title(f"{part['model']}, {width}\n{module.split('.', 2)[-1]}", fontsize=9)
         axes[0].set_ylabel("mean absolute activation", fontsize=9)
         axes[0].legend(fontsize=8)
 
@@ -110,6 +110,7 @@ SUPAR: dict[str, tuple[Callable[[Report, str], Iterator[str]], dict[str, Callabl
     "supar_coords": (tell_coords, {"supar-coords.png": draw_coords}),
     "supar_global": (tell_sweep, {"supar-global.png": draw_sweep}),
     "supar_hidden": (tell_sweep, {"supar-hidden.png": draw_sweep}),
+    "supar_hidden_low": (tell_sweep, {"supar-hidden-low.png": draw_sweep}),
     "supar_iso": (tell_iso, {"supar-iso.png": draw_iso}),
     "supar_time": (tell_time, {}),
     "supar_formats": (tell_formats, {}),

@@ -85,11 +85,11 @@ def draw_sweep(report: Report, path: Path) -> None:
             axis.set_xscale("log", base=2)
             axis.set_xlabel("learning rate")
             axis.set_title(ARMS[arm], fontsize=9)
-        lowest = [row["loss"] for row in rows if math.isfinite(row["loss"])]
+        found = [row["loss"] for row in rows if math.isfinite(row["loss"])]
         for axis in axes:
-            axis.set_ylim(min(lowest) - 0.05, min(lowest) + 1.5)
+            axis.set_ylim(min(found) - 0.05, min(min(found) + 1, max(found) + 0.05))
         axes[0].set_ylabel("loss, nats a byte")
-        axes[-1].legend(fontsize=7)
+        axes[arms.index("supar")].legend(fontsize=7, loc="upper left")  # where the lines are below
 
 
 def tell_iso(report: Report, name: str) -> Iterator[str]:
