@@ -53,7 +53,7 @@ class DynamicMasks:
         self._is_mine: dict[str, bool] = {}  # whether this rank gives its part to the others, or one before it does
         self._dtypes: dict[str, torch.dtype] = {}
         self._device = torch.device("cpu")
-        self._world_size = 1
+        self._world_size, self._rank = 1, 0
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -106,17 +106,14 @@ class DynamicMasks:
             )
         self.check_kind(masks.kind)
 
-    def begin(self, trainer: Trainer, sizes: Mapping[str, int], shards: Mapping[str, Shard]) -> None:
-        """Learn how long the training is, and who holds what. Collective.
+    def begin(self, trainer: Trainer) -> None:
+        """Learn how long the training is. Collective.
 
         Args:
             trainer: About to train.
-            sizes: Elements of every tensor that has a mask.
-            shards: What this rank holds.
 
         Raises:
-            ValueError: On all ranks alike: if the training has no end or several optimizers, or parameters are split
-                other than along their first dimension.
+            ValueError: On all ranks alike: if the training has no end or several optimizers.
         """
         if len(trainer.optimizers) != 1:
             raise ValueError(
@@ -124,16 +121,8 @@ class DynamicMasks:
                 "counted. HINT: static masks."
             )
         self._device, self._world_size = trainer.strategy.root_device, trainer.world_size
-        parts: dict[str, Part] = {
-            name: (shards[name].offset, shards[name].value.numel(), shards[name].value.dtype)
-            for name in sizes
-            if name in shards and shards[name].value.numel()
-        }
-        told: list[Any] = [(trainer.estimated_stepping_batches, parts)]
-        if self._world_size > 1:
-            mine, told = told[0], [None] * self._world_size
-            torch.distributed.all_gather_object(told, mine)
-        steps = min(there for there, _ in told)
+        self._rank = trainer.global_rank
+        steps = min(_told(trainer.estimated_stepping_batches, self._world_size))
         if not 0 < steps < math.inf:
             raise ValueError(
                 f"dynamic={self.rule!r} changes masks until {self._until:g} of the training's steps, and this training "
@@ -141,7 +130,6 @@ class DynamicMasks:
                 "length."
             )
         self._end = min(int(self._until * steps), int(steps) - 1)  # the last step has as many before it
-        self._place([there for _, there in told], trainer.global_rank, sizes)
         rank_zero_warn(
             f"SparseMask(dynamic={self.rule!r}): hyperparameters do not carry over to masks that follow magnitudes. "
             "Weights that survive are larger than the rules suppose, so SμPar corrects too much (Dey et al., figure "
@@ -152,6 +140,28 @@ class DynamicMasks:
                 f"SparseMask(dynamic={self.rule!r}) never changes a mask: every={self._every} steps, but masks stay "
                 f"after {self._end} of {steps:g}. HINT: every={max(1, self._end // 10)}."
             )
+
+    def place(self, sizes: Mapping[str, int], shards: Mapping[str, Shard]) -> None:
+        """Learn who holds what, when training begins and when more is trained. Collective.
+
+        Args:
+            sizes: Elements of every tensor that has a mask.
+            shards: What this rank holds.
+
+        Raises:
+            ValueError: On all ranks alike: if parameters are split other than along their first dimension.
+        """
+        parts: dict[str, Part] = {
+            name: (shards[name].offset, shards[name].value.numel(), shards[name].value.dtype)
+            for name in sizes
+            if name in shards and shards[name].value.numel()
+        }
+        self._place(_told(parts, self._world_size), self._rank, sizes)
+
+    @property
+    def is_pruning(self) -> bool:
+        """Whether masks become sparser while this training goes on."""
+        return self.rule == "gmp" and self._end >= self._every
 
     def is_due(self, step: int) -> bool:
         """Whether masks change after so many steps."""
@@ -199,6 +209,19 @@ class DynamicMasks:
                     f"not follow each other, so dynamic={self.rule!r} cannot put it together. HINT: shard parameters "
                     "along their first dimension, without tensor parallelism."
                 )
+
+
+def held_by_any(names: Iterable[str], world_size: int) -> set[str]:
+    """What some rank holds a part of, from what this one does. Collective."""
+    return set().union(*_told(list(names), world_size))
+
+
+def _told(mine: Any, world_size: int) -> list[Any]:
+    """What each rank says."""
+    told: list[Any] = [mine] * world_size
+    if world_size > 1:
+        torch.distributed.all_gather_object(told, mine)
+    return told
 
 
 def _is_whole(parts: Iterable[tuple[int, int]], size: int) -> bool:

@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_paro.algorithms.supar.scales import passed_by
+from lightning_paro.callbacks._accord import in_accord
 from lightning_paro.state_access import state_access
 
 __all__ = ["ParamGroupGuard"]
@@ -26,8 +27,8 @@ class ParamGroupGuard(Callback):
     that set one number for all do not, such as CosineAnnealingLR with a positive ``eta_min``, or ReduceLROnPlateau at
     its ``min_lr``. The learning rate finder, which does so too, is refused by the module.
 
-    When training starts, a module with a plan has to have an optimizer with these groups, of the kind that they are
-    for. Before the first step every factor of the forward has to have been used by the weights that have a gradient.
+    A module with a plan has to have optimizers with these groups, of the kind that they are for. Before the first step
+    every factor of the forward has to have been used by the weights that have a gradient.
 
     Raises:
         ValueError: If the optimizer does not go by the plan.
@@ -36,10 +37,11 @@ class ParamGroupGuard(Callback):
 
     def __init__(self) -> None:
         self._is_checked = False
+        self._groups = 0  # how many there were when they were looked at
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._is_checked = False
+        self._is_checked, self._groups = False, 0
         plan = getattr(pl_module, "supar_plan", None)
         groups = [
             (optimizer, g) for optimizer in trainer.optimizers for g in optimizer.param_groups if "lr_factor" in g
@@ -51,12 +53,34 @@ class ParamGroupGuard(Callback):
             )
         for optimizer, group in groups:
             _check_rule(type(optimizer).__name__, optimizer, group.get("rule"))
+        self._check_groups(trainer, pl_module)
+
+    def _check_groups(self, trainer: Trainer, module: LightningModule) -> None:
+        """What the plan knows is in groups with its factors, also what is unfrozen into a group of its own."""
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        plan, start = getattr(module, "supar_plan", None), getattr(module, "_supar_prefix", "")
+        if plan is None or len(groups) == self._groups:
+            return
+        self._groups = len(groups)
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        with in_accord("ParamGroupGuard", trainer.world_size, dict):
+            for group in groups:
+                known = {names.get(id(_whole(p)), "").removeprefix(start) for p in group["params"]} & plan.keys()
+                if known and "lr_factor" not in group:
+                    name = min(known)
+                    raise ValueError(
+                        f"'{name}' is in a param group of lr={float(group['lr']):.4g} without the plan's factor, which "
+                        f"is {plan[name].lr_factor:.4g} with Adam and {plan[name].sgd_lr_factor:.4g} with SGD. HINT: "
+                        "groups of supar_param_groups, of all that is trained now or later; or a group with "
+                        f"lr_factor={plan[name].lr_factor:.4g}, and that times the base model's rate as lr."
+                    )
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         if not self._is_checked:
             self._is_checked = True
             _check_factors(trainer, pl_module)
+        self._check_groups(trainer, pl_module)
         groups = [group for group in optimizer.param_groups if "lr_factor" in group]
         bases = [float(group["lr"]) / group["lr_factor"] for group in groups]
         if not bases or math.isclose(min(bases), max(bases), rel_tol=TOLERANCE):
@@ -69,6 +93,11 @@ class ParamGroupGuard(Callback):
             "HINT: a scheduler that multiplies all groups, as LambdaLR; or one number a group, as "
             "OneCycleLR(max_lr=[group['lr'] for group in groups])."
         )
+
+
+def _whole(parameter: Any) -> Any:
+    """The module's own parameter, of what ParoStrategy's optimizers hold in its place."""
+    return getattr(parameter, "_paro_parameter", lambda: parameter)()
 
 
 def _check_rule(name: str, optimizer: torch.optim.Optimizer, rule: str | None) -> None:

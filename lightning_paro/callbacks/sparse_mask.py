@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_paro.algorithms.supar import Masks, MaskState, SuParPlan
@@ -19,10 +22,11 @@ from lightning_paro.algorithms.supar.dynamic import Rule
 from lightning_paro.algorithms.supar.init import check_names
 from lightning_paro.algorithms.supar.mask_state import attached
 from lightning_paro.algorithms.supar.masks import Kind
-from lightning_paro.algorithms.supar.roles import find_roles, width_of
+from lightning_paro.algorithms.supar.roles import without_role
 from lightning_paro.callbacks._accord import in_accord
-from lightning_paro.callbacks._dynamic_masks import DynamicMasks
+from lightning_paro.callbacks._dynamic_masks import DynamicMasks, held_by_any
 from lightning_paro.state_access import Shard, is_elementwise, state_access
+from lightning_paro.strategies import ParoStrategy
 
 __all__ = ["SparseMask"]
 
@@ -102,6 +106,8 @@ class SparseMask(Callback):
         self._is_elementwise = False  # whether all optimizers are known to be
         self._is_kept = False  # by optimizers: whether what is zero, without gradient and moments, is sure to stay zero
         self._step = 0
+        self._trained: set[str] = set()  # names of what has a mask and is not frozen
+        self._hooks: list[RemovableHandle] = []  # after steps of optimizers
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -112,6 +118,11 @@ class SparseMask(Callback):
             )
         if self._dynamic is not None:
             self._dynamic.check_callbacks(trainer)
+            if self._masks is not None and isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+                raise ValueError(
+                    "dynamic masks that are no plan's are lost when processes that were spawned or forked end. HINT: a "
+                    "strategy that starts scripts, such as 'ddp'."
+                )
         if any(isinstance(callback, LearningRateFinder) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             rank_zero_warn(
                 "the learning rate finder trains without SparseMask, so what it suggests is for the dense model. HINT: "
@@ -141,6 +152,11 @@ class SparseMask(Callback):
                 plan = "a dense plan" if hasattr(module, "supar_plan") else "no plan"
                 raise ValueError(f"SparseMask() has no density, and the module {plan}. HINT: SparseMask(density=0.25).")
             return
+        if self._masks is not None and self._dynamic is None and hasattr(module, "supar_plan") and stage == "fit":
+            rank_zero_warn(
+                f"{name} has a dense plan, so its initial values and learning rates know nothing of the density of "
+                "SparseMask. HINT: SuParPlan.from_model(density=...), and SparseMask() without one."
+            )
         is_dense_first = self._dynamic is not None and self._dynamic.rule == "gmp"
         self.masks = self.masks or attached(module)
         if self.masks is None:
@@ -148,10 +164,12 @@ class SparseMask(Callback):
             self.masks.attach(module)
 
     def _plan(self, module: nn.Module) -> SuParPlan:
-        """Masks alone: with a width multiplier of 1 and as SP nothing else follows from it."""
-        width = width_of(module, find_roles(module, {}))
+        """Masks alone: of a model that is its own base, and as SP, nothing else follows from it."""
+        others = dict.fromkeys(without_role(module), {"role": "vector"})  # no projections of blocks
         masks = self._masks or Masks()
-        return SuParPlan.from_model(module, base_width=width, parameterization="sp", masks=masks, exclude=self._exclude)
+        return SuParPlan.from_model(
+            module, base_config=module, parameterization="sp", masks=masks, exclude=self._exclude, overrides=others
+        )
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -165,23 +183,28 @@ class SparseMask(Callback):
         self._is_kept = self._is_elementwise and not is_half
         access = state_access(trainer)
         names = self.masks.names(pl_module)
-        frozen = [name for name in names if not pl_module.get_parameter(name).requires_grad]
-        if frozen:
+        held = held_by_any(access.trainable_shards(), trainer.world_size)
+        others = [name for name in names if name not in held]  # frozen, or of no optimizer
+        if others:
             with access.full_parameters(pl_module, writeback=True), torch.no_grad():
-                for name in frozen:
+                for name in others:
                     parameter = pl_module.get_parameter(name)
                     parameter.data.mul_(self.masks.mask(pl_module, name).to(parameter.device))
         shards = access.trainable_shards()
         if self._dynamic is not None:
-            sizes = {name: math.prod(self.masks.entry(pl_module, name).shape) for name in names}
-            self._dynamic.begin(trainer, sizes, shards)
-        self._dropped = {}
+            self._dynamic.begin(trainer)
+            self._dynamic.place(self._sizes(pl_module), shards)
+        self._dropped, self._trained = {}, self._trained_of(pl_module)
         self._take(pl_module, shards)
         access.update_parameters()
+        if not (self._is_kept or isinstance(trainer.strategy, ParoStrategy)):  # there a step is not yet seen inside it
+            after = partial(self._clear_all, trainer)
+            self._hooks = [each.register_step_post_hook(lambda *_: after()) for each in trainer.optimizers]
 
     def _check_masks(self, module: LightningModule) -> None:
         assert self.masks is not None
         check_names(module, self.masks.names(module))
+        self.masks.check(module)
         if self._masks is not None and self.masks.plan(module) != (wanted := self._plan(module)):
             there, here = self.masks.plan(module).masks, wanted.masks
             raise ValueError(
@@ -194,36 +217,64 @@ class SparseMask(Callback):
         dynamic = self._dynamic.settings if self._dynamic is not None else None
         return {"masks": self.masks.plan(module).digest, "dynamic masks": dynamic}
 
-    def _take(self, module: LightningModule, shards: Mapping[str, Shard]) -> bool:
-        """Take this rank's part of masks that it has not yet, of what is trained now; whether there were any."""
+    def _sizes(self, module: LightningModule) -> dict[str, int]:
+        """Elements of every parameter that has a mask."""
+        assert self.masks is not None
+        return {name: math.prod(self.masks.entry(module, name).shape) for name in self.masks.names(module)}
+
+    def _trained_of(self, module: LightningModule) -> set[str]:
+        """What of them is not frozen: the same on all ranks, whatever they hold of it."""
+        assert self.masks is not None
+        return {name for name in self.masks.names(module) if module.get_parameter(name).requires_grad}
+
+    def _take(self, module: LightningModule, shards: Mapping[str, Shard]) -> None:
+        """Take this rank's part of masks that it has not yet, of what is trained now."""
         assert self.masks is not None
         new = [name for name in self.masks.names(module) if name in shards and name not in self._dropped]
         with torch.no_grad():
             for name in new:
                 self._dropped[name] = ~_part(self.masks.mask(module, name), shards[name])
                 _clear(shards[name], self._dropped[name], is_elementwise=self._is_elementwise)
-        return bool(new)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Before gradients are clipped: change dynamic masks; of what is not kept there are no gradients."""
         access = state_access(trainer)
         shards = access.trainable_shards()
-        if self._take(pl_module, shards):  # unfrozen since
-            access.update_parameters()
-        if self._dynamic is not None and self._dynamic.is_due(trainer.global_step):
+        self._take(pl_module, shards)
+        step, dynamic = trainer.global_step, self._dynamic
+        unfrozen = self._trained_of(pl_module) - self._trained
+        self._trained |= unfrozen
+        if dynamic is not None:
+            if unfrozen:
+                dynamic.place(self._sizes(pl_module), shards)
+            late = unfrozen if dynamic.is_pruning else set()  # as dense as at first
+            changing = [name for name in dynamic.names if dynamic.is_due(step) or name in late]
             with torch.no_grad():
-                self._change(self._dynamic, trainer.global_step, pl_module, shards)
+                self._change(dynamic, changing, step, pl_module, shards)
+        if unfrozen or (dynamic is not None and dynamic.is_due(step)):
             access.update_parameters()  # at once, as a scaler of gradients may skip the step
+        self._mask_gradients(shards)
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Where the user clips, that comes before :meth:`on_before_optimizer_step`."""
+        if not pl_module.automatic_optimization and self._dynamic is None:
+            self._mask_gradients(state_access(trainer).trainable_shards())
+
+    def _mask_gradients(self, shards: Mapping[str, Shard]) -> None:
         for name in self._dropped.keys() & shards.keys():
             gradient = shards[name].grad
             if gradient is not None:
                 gradient.masked_fill_(self._dropped[name], 0)
 
-    def _change(self, dynamic: DynamicMasks, step: int, module: LightningModule, shards: Mapping[str, Shard]) -> None:
+    def _change(
+        self, dynamic: DynamicMasks, names: Sequence[str], step: int, module: LightningModule,
+        shards: Mapping[str, Shard],
+    ) -> None:  # fmt: skip
         """Take the next masks and clear what they drop; what they grow was masked, so it is zero without moments."""
         assert self.masks is not None
-        for name in dynamic.names:  # on all ranks, whether they hold some of it or not
+        for name in names:  # on all ranks, whether they hold some of it or not
             mask, rho, shard = self.masks.mask(module, name), self.masks.entry(module, name).rho, shards.get(name)
             mask = dynamic.new_mask(name, mask, rho, shard, step)
             self.masks.replace(name, mask)
@@ -235,10 +286,14 @@ class SparseMask(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Where an optimizer may have moved what is masked, look whether it has, and take that back."""
-        if trainer.global_step == self._step or self._is_kept:
+        """Where a step may have moved what is masked, and could not be followed by a look at once, look now."""
+        if trainer.global_step == self._step or self._is_kept or self._hooks:
             return
         self._step = trainer.global_step
+        self._clear_all(trainer)
+
+    def _clear_all(self, trainer: Trainer) -> None:
+        """Look whether an optimizer has moved what is masked, and take that back."""
         access = state_access(trainer)
         shards = access.trainable_shards()
         there = self._dropped.keys() & shards.keys()
@@ -252,6 +307,9 @@ class SparseMask(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._dropped = {}
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
 
 def _part(mask: Tensor, shard: Shard) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import runpy
 from collections.abc import Callable
 from fractions import Fraction
@@ -145,11 +146,12 @@ def _share(text: str) -> float:
 
 
 def _rates(text: str) -> list[float]:
-    ends = text.replace("2^", "").split("..")
-    if len(ends) == 2:
-        low, high = _numbers(",".join(ends), "lrs", int)
-        return [2.0**power for power in range(low, high + 1)]
-    return _numbers(text, "lrs", _rate)
+    if ".." not in text:
+        return _numbers(text, "lrs", _rate)
+    ends = re.fullmatch(r"\s*2\^(-?\d+)\.\.2\^(-?\d+)\s*", text)
+    if ends is None or not int(ends[1]) < int(ends[2]):
+        raise ValueError(f"lrs={text!r} is not understood: expected powers of two from low to high, as 2^-9..2^-5.")
+    return [2.0**power for power in range(int(ends[1]), int(ends[2]) + 1)]
 
 
 def _rate(text: str) -> float:

@@ -54,8 +54,15 @@ class CoordReport:
         """The largest deviation of any activation from that of the dense model, as a share of it.
 
         It is infinite if activations have diverged.
+
+        Raises:
+            ValueError: If there are none of that parameterization.
         """
-        return max(abs(ratio - 1) for key, ratio in self.ratios().items() if key[0] == parameterization)
+        found = [abs(ratio - 1) for key, ratio in self.ratios().items() if key[0] == parameterization]
+        if not found:
+            there = ", ".join(dict.fromkeys(row["parameterization"] for row in self.rows))
+            raise ValueError(f"there are no rows of {parameterization!r}; expected one of {there}.")
+        return max(found)
 
     def __rich__(self) -> Table:
         table = Table(title="Activations as a multiple of the dense model's: least and largest over modules and steps")

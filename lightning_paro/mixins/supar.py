@@ -142,8 +142,8 @@ class SuParMixin:
     def hparams_initial(self) -> Any:
         """What loggers are given: the plan's digest in place of every tensor."""
         initial = super().hparams_initial  # type: ignore[misc]
-        if HPARAM in initial:
-            initial[HPARAM] = SuParPlan.from_dict(initial[HPARAM]).digest
+        if self.supar_plan is not None:
+            initial[HPARAM] = self.supar_plan.digest
         return initial
 
     def configure_callbacks(self) -> list[Any]:

@@ -37,19 +37,20 @@ def scale_attention(model: nn.Module) -> None:
         elif head_dim is not None:
             is_granite = hasattr(getattr(module, "config", None), "attention_multiplier")
             module.scaling = 1 / head_dim if is_granite else float(module.scaling) * head_dim**-0.5
-        elif type(module).__name__.endswith("Attention") and not any(map(_is_attention, _below(module))):
+        elif _looks_like_it(module) and not any(map(_is_attention, _below(module))):
             left.setdefault(type(module).__name__, name)
     if left:
         told = ", ".join(f"{kind} ('{name}')" for kind, name in left.items())
         warnings.warn(
-            f"{told}: does not say how it scales attention logits, so they are left as they are. HINT: see to it that "
-            "they are q·k / d_head, times a constant.",
+            f"{told}: does not say how it scales attention logits, so they are left as they are. HINT: give it an int "
+            "head_dim and a float scaling, which forward multiplies q·k with and which becomes 1 / d_head; or see to "
+            "it that they are q·k / d_head, times a constant.",
             stacklevel=3,
         )
 
 
 def head_dim_of(module: nn.Module) -> int | None:
-    """Of attention of transformers that has its factor in an attribute."""
+    """Of attention that has its factor in an attribute, as transformers' has."""
     names = ("head_dim", "head_size", "attention_head_size")
     sizes = [size for name in names if isinstance(size := getattr(module, name, None), int)]
     return sizes[0] if sizes and isinstance(getattr(module, "scaling", None), float) else None
@@ -61,5 +62,11 @@ def _below(module: nn.Module) -> list[nn.Module]:
 
 def _is_attention(module: nn.Module) -> bool:
     """Whether attention is done there, known or not, and not in what is around it."""
-    is_named = type(module).__name__.endswith("Attention")
-    return isinstance(module, nn.MultiheadAttention) or head_dim_of(module) is not None or is_named
+    return isinstance(module, nn.MultiheadAttention) or head_dim_of(module) is not None or _looks_like_it(module)
+
+
+def _looks_like_it(module: nn.Module) -> bool:
+    """By its name, or by what its forward calls."""
+    calls: Any = getattr(getattr(type(module), "forward", None), "__code__", None)
+    is_called = "scaled_dot_product_attention" in getattr(calls, "co_names", ())
+    return type(module).__name__.endswith("Attention") or is_called

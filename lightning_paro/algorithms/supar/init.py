@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_paro.algorithms.supar.masks import generator_of
 from lightning_paro.algorithms.supar.plan import SuParPlan
+from lightning_paro.algorithms.supar.roles import TABLES
 
 __all__ = ["check_names", "initialize", "prefix_of"]
 
@@ -81,7 +82,7 @@ def initialize(model: nn.Module, plan: SuParPlan, prefix: str = "") -> None:
         ValueError: If a tensor is on the meta device, or sharded.
     """
     parameters = dict(model.named_parameters())
-    padding = {id(m.weight): m.padding_idx for m in model.modules() if isinstance(m, nn.Embedding)}
+    padding = {id(m.weight): m.padding_idx for m in model.modules() if isinstance(m, TABLES)}
     for name, entry in plan.items():
         parameter = parameters[prefix + name]
         if parameter.is_meta or isinstance(parameter, DTensor):

@@ -47,6 +47,19 @@ class MaskState:
         self._is_dense_first = is_dense_first
         self._others: dict[str, Tensor] = {}  # loaded or changed: those that are not the first ones
 
+    def check(self, module: nn.Module) -> None:
+        """Refuse a module that has something of its own where its masks are to stand in the state dict.
+
+        Raises:
+            ValueError: If it has.
+        """
+        own = {name for name, _ in (*module.named_buffers(), *module.named_parameters())}
+        if taken := [name for name in self.names(module) if f"{name}{SUFFIX}" in own]:
+            raise ValueError(
+                f"{type(module).__name__} has '{taken[0]}{SUFFIX}' already, where the state dict is to have the mask "
+                f"of '{taken[0]}'. HINT: another name for it, or exclude=('{taken[0]}',)."
+            )
+
     def attach(self, module: nn.Module) -> None:
         """From now on the module's state dict has masks, and a loaded one may; :func:`attached` finds them."""
         vars(module)[_ATTRIBUTE] = self
@@ -108,6 +121,7 @@ class MaskState:
             if loaded is None:
                 continue
             try:
+                loaded = _as_bool(name, loaded)
                 is_before = self._is_dense_first and int(loaded.count_nonzero()) / loaded.numel() > entry.rho
                 check_mask(name, loaded, entry.shape, None if is_before else entry.rho)
             except ValueError as error:
@@ -118,3 +132,10 @@ class MaskState:
                 self._others.pop(full, None)
             else:
                 self._others[full] = loaded.cpu().clone()
+
+
+def _as_bool(name: str, mask: Tensor) -> Tensor:
+    """A mask that was cast with all else of its state dict."""
+    if mask.dtype is not torch.bool and bool(((mask != 0) & (mask != 1)).any()):
+        raise ValueError(f"the mask of '{name}' has other numbers than 0 and 1. HINT: a buffer of another module's?")
+    return mask.bool()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,12 @@ class Masks:
             )
         if type(self.seed) is not int:
             raise ValueError(f"seed={self.seed!r} must be a whole number.")
+        for name in ("n", "m", "block"):
+            if type(getattr(self, name)) is not int:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number.")
         object.__setattr__(self, "density", float(self.density))  # 1 and 1.0 are the same plan
+        if self.path is not None:
+            object.__setattr__(self, "path", os.fspath(self.path))  # as a checkpoint can have it
         if self.kind == "nm" and not 0 < self.n <= self.m:
             raise ValueError(f"n={self.n}, m={self.m}: expected 0 < n <= m, as in 2:4.")
         if self.kind == "nm" and self.density not in (1, self.n / self.m):
@@ -116,7 +122,10 @@ def draw_mask(masks: Masks, name: str, shape: tuple[int, ...], axis: int, densit
     drawn = (
         _groups(masks, name, rows, generator) if masks.kind == "nm" else _squares(masks, name, rows, density, generator)
     )
-    return drawn.t().contiguous() if axis == 0 else drawn.view(shape)
+    if axis > 0:
+        return drawn.view(shape)
+    moved = torch.empty(shape, device="meta").movedim(axis, -1).shape
+    return drawn.view(moved).movedim(-1, axis).contiguous()
 
 
 def as_rows(tensor: Tensor, axis: int) -> Tensor:
@@ -125,9 +134,11 @@ def as_rows(tensor: Tensor, axis: int) -> Tensor:
     Args:
         tensor: Of two or more dimensions.
         axis: The dimension of fan-in: 0 of a matrix that is kept transposed; 1 with all after it, as a convolution has
-            it; or the last of several, as in a stack of matrices.
+            it; or of several the last, as in a stack of matrices, or one from behind alone.
     """
-    return tensor.t() if axis == 0 else tensor.flatten(axis).flatten(0, axis - 1)
+    if axis > 0:
+        return tensor.flatten(axis).flatten(0, axis - 1)
+    return tensor.movedim(axis, -1).flatten(0, -2)
 
 
 def densities(masks: Masks, shapes: Mapping[str, tuple[int, int]]) -> dict[str, float]:
@@ -169,7 +180,15 @@ def load_masks(path: str | Path) -> dict[str, Tensor]:
 
         found: dict[str, Tensor] = load_file(path)
     else:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # of many kinds, whatever torch makes of it
+            raise ValueError(
+                f"{path} cannot be read ({type(error).__name__}). HINT: torch.save of bool tensors by "
+                "parameter name, or safetensors."
+            ) from error
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{path} holds a {type(found).__name__}; expected bool tensors by parameter name.")
     wrong = [name for name, mask in found.items() if not isinstance(mask, Tensor) or mask.dtype is not torch.bool]
     if wrong:
         raise ValueError(f"'{wrong[0]}' in {path} is no bool tensor; expected masks by parameter name.")

@@ -129,6 +129,7 @@ class SuParPlan(Mapping[str, Entry]):
         if parameterization not in PARAMETERIZATIONS:
             raise ValueError(f"parameterization={parameterization!r} is not one of {', '.join(PARAMETERIZATIONS)}.")
         _check_numbers(init_std=init_std, alpha_input=alpha_input, alpha_output=alpha_output)
+        init_std, alpha_input, alpha_output = float(init_std), float(alpha_input), float(alpha_output)  # not numpy's
         if masks is not None and (density, kind, seed) != (1.0, "random", 0):
             raise ValueError(
                 f"masks={masks} and density={density}, kind={kind!r}, seed={seed}: expected one or the other. HINT: "
@@ -137,9 +138,10 @@ class SuParPlan(Mapping[str, Entry]):
         how = masks if masks is not None else Masks(kind=kind, density=density, seed=seed)  # type: ignore[arg-type]
         told = {pattern: dict(fields) for pattern, fields in (overrides or {}).items()}
         _check_overrides(told)
+        _check_patterns([name for name, _ in model.named_parameters()], exclude, told)
+        told = {p: {k: v if k == "role" else float(v) for k, v in fields.items()} for p, fields in told.items()}
         roles = {pattern: fields["role"] for pattern, fields in told.items() if "role" in fields}
         tensors = find_roles(model, roles)
-        _check_patterns(tensors, exclude, told)
         times = multiples(model, tensors, base_width, base_config, roles)
         asked = _asked(how, tensors, exclude, told)
         rhos = _exact(how, tensors, asked)
@@ -298,12 +300,12 @@ def _check_overrides(told: Mapping[str, Mapping[str, Any]]) -> None:
             raise ValueError(f"overrides[{pattern!r}]: weight_decay_factor={decay!r} must be a number, 0 or more.")
 
 
-def _check_patterns(tensors: Tensors, exclude: Sequence[str], told: Mapping[str, Any]) -> None:
+def _check_patterns(names: Sequence[str], exclude: Sequence[str], told: Mapping[str, Any]) -> None:
     if isinstance(exclude, str):
         raise ValueError(f"exclude={exclude!r} must be several patterns. HINT: exclude=({exclude!r},).")
     for pattern in (*exclude, *told):
-        if not any(matches(name, pattern, tensors) for name in tensors):
-            some = ", ".join(list(tensors)[:3])
+        if not any(matches(name, pattern, names) for name in names):
+            some = ", ".join(names[:3])
             raise ValueError(f"{pattern!r} matches no tensor of the model, such as {some}. HINT: print the plan.")
 
 

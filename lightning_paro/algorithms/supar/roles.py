@@ -14,7 +14,13 @@ from torch import nn
 from lightning_paro.algorithms.supar.rules import Role
 from lightning_paro.sharding import embeddings_of, repeated_blocks
 
-__all__ = ["TensorRole", "Tensors", "find_roles", "is_projection", "is_transposed", "matches", "width_of"]
+__all__ = [
+    "TABLES", "TensorRole", "Tensors", "find_roles", "is_projection", "is_transposed", "matches", "width_of",
+    "without_role",
+]  # fmt: skip
+
+TABLES = (nn.Embedding, nn.EmbeddingBag)
+"""Whose rows are looked up."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,8 @@ class TensorRole:
         role: What it is.
         shape: Its shape.
         axis: The dimension that is summed over: 1 of nn.Linear and, with those after it, of a convolution; 0 of
-            transformers' Conv1D and of a table; the last of a stack of matrices, such as those of experts.
+            transformers' Conv1D, of a table and of a transposed convolution; of a stack of matrices, such as those of
+            experts, the last, or -2 where they are kept transposed.
         is_sparse: Whether it is a projection inside a block, which may be made sparse.
         why: How it was recognised.
     """
@@ -41,7 +48,12 @@ class TensorRole:
         """Numbers that an output is the sum of."""
         if len(self.shape) < 2:
             return 1
-        return self.shape[0] if self.axis == 0 else math.prod(self.shape[self.axis :])
+        return math.prod(self.shape[self.axis :]) if self.axis > 0 else self.shape[self.axis]
+
+    @property
+    def width_in(self) -> int:
+        """Of what comes in; other than fan-in it does not count the places of a convolution's kernel."""
+        return self.shape[self.axis] if len(self.shape) > 1 else 1
 
     @property
     def fan_out(self) -> int:
@@ -67,32 +79,48 @@ def find_roles(model: nn.Module, told: Mapping[str, Role]) -> dict[str, TensorRo
     Raises:
         ValueError: If there is no role for a tensor of two or more dimensions.
     """
-    places, names = _places(model), {name for name, _ in model.named_parameters()}
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    found, lost = _find(model, told)
+    if lost:
+        more = f" and {len(lost) - 2} more" if len(lost) > 2 else ""
+        some = ", ".join(f"'{name}' {found[name].shape} of {kind}" for name, kind in list(lost.items())[:2])
+        raise ValueError(
+            f"no role is known of {some}{more}. HINT: overrides={{'{next(iter(lost))}': {{'role': 'hidden'}}}} if it "
+            "maps width to width, 'embedding' if it is added to the input or makes it, else 'output' or 'vector'; a "
+            "pattern such as '*experts*' says it of several."
+        )
+    return found
+
+
+def without_role(model: nn.Module) -> list[str]:
+    """Names of the tensors that :func:`find_roles` would have to be told of."""
+    return list(_find(model, {})[1])
+
+
+def _find(model: nn.Module, told: Mapping[str, Role]) -> tuple[dict[str, TensorRole], dict[str, str]]:
+    """The roles, and of tensors without one the class of their module."""
+    names = {name for name, _ in model.named_parameters()}
+    given = {
+        id(parameter): next((role for pattern, role in told.items() if matches(name, pattern, names)), None)
+        for name, parameter in model.named_parameters()
+    }
+    places = _places(model, given)
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, TABLES)}
     found: dict[str, TensorRole] = {}
-    lost: list[str] = []
+    lost: dict[str, str] = {}
     seen: set[int] = set()  # what is tied stands under its first name
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(prefix, recurse=False):
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            given = next((role for pattern, role in told.items() if matches(name, pattern, names)), None)
             role, is_sparse, why = places.get(id(parameter), ("vector", False, ""))
-            if given is not None:
-                role, is_sparse, why = given, is_sparse and given == "hidden", "as told"
+            if (as_told := given[id(parameter)]) is not None:
+                role, is_sparse, why = as_told, is_sparse and as_told == "hidden", "as told"
             elif id(parameter) not in places and not _is_vector(module, name, parameter):
-                lost.append(f"'{name}' {tuple(parameter.shape)} of {type(module).__name__}")
-            found[name] = TensorRole(role, tuple(parameter.shape), _axis(module, parameter, tables), is_sparse, why)
-    if lost:
-        more = f" and {len(lost) - 2} more" if len(lost) > 2 else ""
-        name = lost[0].split("'")[1]
-        raise ValueError(
-            f"no role is known of {', '.join(lost[:2])}{more}. HINT: overrides={{'{name}': {{'role': 'hidden'}}}} if "
-            "it maps width to width, 'embedding' if it is added to the input or makes it, else 'output' or 'vector'; a "
-            "pattern such as '*experts*' says it of several."
-        )
-    return found
+                lost[name] = type(module).__name__
+            axis = 0 if id(parameter) in tables else _axis(module, parameter, role)
+            found[name] = TensorRole(role, tuple(parameter.shape), axis, is_sparse, why)
+    return found, lost
 
 
 def matches(name: str, pattern: str, names: Container[str] = ()) -> bool:
@@ -123,12 +151,19 @@ def width_of(model: nn.Module, tensors: Tensors) -> int:
         for name in ("hidden_size", "n_embd", "d_model"):
             if isinstance(width := getattr(config, name, None), int):
                 return width
-    fans = [tensor.fan_in for tensor in tensors.values() if tensor.role == "output"]
-    fans = fans or [tensor.fan_in for tensor in tensors.values() if tensor.role == "hidden"]
-    fans = fans or [tensor.fan_out for tensor in tensors.values() if tensor.role == "embedding"]
-    if not fans:
+    outputs = [tensor.width_in for tensor in tensors.values() if tensor.role == "output"]
+    hidden = [tensor.width_in for tensor in tensors.values() if tensor.role == "hidden"]
+    inputs = [tensor.fan_out for tensor in tensors.values() if tensor.role == "embedding"]
+    if not (widths := outputs or hidden or inputs):
         raise ValueError("the model has no projection, so it has no width. HINT: give base_config instead.")
-    return Counter(fans).most_common(1)[0][0]
+    width = Counter(widths).most_common(1)[0][0]
+    convolved = [t for t in tensors.values() if len(t.shape) > 2 and t.role in ("hidden", "embedding")]
+    if outputs and convolved and all(width not in tensor.shape for tensor in convolved):
+        raise ValueError(
+            f"the output is made of {width} numbers, as many as no convolution has channels (the first has "
+            f"{convolved[0].shape[0]}), so the model's width is not known. HINT: base_config=, the base model itself."
+        )
+    return width
 
 
 MATRICES = ("weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -136,22 +171,42 @@ MATRICES = ("weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_pro
 Place = tuple[Role, bool, str]
 
 
-def _places(model: nn.Module) -> dict[int, Place]:
-    """By id of every matrix whose role is known: role, whether it may be sparse, and why."""
+AFTER = ("project_out",)
+"""Projections that stand before the blocks in a model, and after them in its forward (OPT)."""
+
+
+def _places(model: nn.Module, told: Mapping[int, Role | None]) -> dict[int, Place]:
+    """By id of every matrix whose role is known: role, whether it may be sparse, and why.
+
+    Args:
+        model: Whose.
+        told: By id what is known better.
+
+    Raises:
+        ValueError: If it cannot be said whether a projection reads the input or makes the output.
+    """
     order = list(model.modules())
     blocks = [block for block in repeated_blocks(model).values() if not is_projection(block)]
     inside = {module for block in blocks for module in block.modules()}
-    tables = [*embeddings_of(model, "input"), *(module for module in order if isinstance(module, nn.Embedding))]
+    tables = [*embeddings_of(model, "input"), *(module for module in order if isinstance(module, TABLES))]
+    has_input = bool(tables) or "embedding" in told.values()
     weights = {id(parameter) for table in tables for parameter in table.parameters(recurse=False)}
     tied = [m for m in order if isinstance(m, nn.Linear) and id(m.weight) in weights]
     heads = embeddings_of(model, "output") or tied
     projections = [module for module in order if is_projection(module) and module not in (*tables, *heads)]
     outside = [module for module in projections if module not in inside]
     first = next((place for place, module in enumerate(order) if module in inside), None)
-    before = [] if first is None else [module for module in outside if order.index(module) < first]
+    later = {module for own, module in model.named_modules() if own.rpartition(".")[2] in AFTER}
+    before = [m for m in outside if m not in later and first is not None and order.index(m) < first]
     if not heads and (after := [module for module in outside if module not in before]):
         heads = [after[-1]]
-    if not blocks and not tables and len(outside) > 1:
+    unclear = [own for own, m in model.named_modules() if m in before and not any(map(told.get, _ids(m)))]
+    if tables and unclear and not heads and "output" not in told.values():
+        raise ValueError(
+            f"'{unclear[-1]}' stands before the blocks, and no projection after them, so it may make the output. HINT: "
+            f"overrides={{'{unclear[-1]}.weight': {{'role': 'output'}}}}, or 'embedding' if it reads the input."
+        )
+    if not blocks and not has_input and len(outside) > 1:
         before = outside[:1]
 
     places: dict[int, Place] = {}
@@ -168,6 +223,10 @@ def _places(model: nn.Module) -> dict[int, Place]:
             why = "embedding, tied to the output" if places.get(id(matrix), ("",))[0] == "output" else "embedding"
             places[id(matrix)] = ("embedding", False, why)
     return places
+
+
+def _ids(module: nn.Module) -> list[int]:
+    return [id(parameter) for parameter in module.parameters(recurse=False)]
 
 
 def _matrices(module: nn.Module) -> list[nn.Parameter]:
@@ -190,10 +249,18 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def _axis(module: nn.Module, parameter: nn.Parameter, tables: Container[int]) -> int:
-    if is_transposed(module) or id(parameter) in tables:
+def _axis(module: nn.Module, parameter: nn.Parameter, role: Role) -> int:
+    is_row = role == "embedding" and not is_projection(module) and not isinstance(module, nn.RNNBase)
+    if is_transposed(module) or is_row or isinstance(module, TRANSPOSED):
         return 0
-    return 1 if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) else max(parameter.ndim - 1, 1)
+    if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        return 1
+    if parameter.ndim > 2 and getattr(module, "is_transposed", False):  # experts of transformers
+        return -2
+    return max(parameter.ndim - 1, 1)
+
+
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def _is_vector(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_paro.algorithms.supar.attention import MultipliedQuery, scale_attention
 from lightning_paro.algorithms.supar.plan import SuParPlan
-from lightning_paro.algorithms.supar.roles import is_projection
+from lightning_paro.algorithms.supar.roles import TABLES, is_projection
 from lightning_paro.algorithms.supar.rules import Role
 from lightning_paro.sharding import embeddings_of, repeated_blocks
 
@@ -46,6 +46,14 @@ def scale_forward(model: nn.Module, plan: SuParPlan, prefix: str = "") -> None:
         return
     _warn_of_own_factors(model, plan)
     heads = _heads(model, plan, prefix)
+    if not heads and plan.output_scale != 1:
+        warnings.warn(
+            f"no module of {type(model).__name__} is known to make the output, so nothing is multiplied by α_output / "
+            f"m_d = {plan.output_scale:.4g}. HINT: if its forward reads the weight of the embedding, call a module "
+            "instead, head = nn.Linear(width, words, bias=False) with head.weight = embedding.weight; if the output is "
+            "not of the model, leave this aside.",
+            stacklevel=3,
+        )
     if plan.input_scale != 1:
         for module in _inputs(model, plan, prefix, heads):
             module.register_forward_hook(Multiplied(plan.input_scale))
@@ -88,7 +96,7 @@ def _owners(model: nn.Module, plan: SuParPlan, prefix: str, role: Role) -> list[
 
 def _heads(model: nn.Module, plan: SuParPlan, prefix: str) -> list[nn.Module]:
     """What makes the output: by its role, by its model's word, or by a matrix that it shares with a table."""
-    tables = {id(table.weight) for table in model.modules() if isinstance(table, nn.Embedding)}
+    tables = {id(table.weight) for table in model.modules() if isinstance(table, TABLES)}
     tied = [
         module for module in _owners(model, plan, prefix, "embedding")
         if is_projection(module) and any(id(p) in tables for p in module._parameters.values())
@@ -103,7 +111,7 @@ def _inputs(model: nn.Module, plan: SuParPlan, prefix: str, heads: list[nn.Modul
     inside = {part for block in blocks for part in block.modules()}  # such as T5's distances
     found = [m for m in _owners(model, plan, prefix, "embedding") if m not in heads and m not in inside]
     for module in found:
-        if not isinstance(module, nn.Embedding) and not is_projection(module) and blocks & set(module.modules()):
+        if not isinstance(module, TABLES) and not is_projection(module) and blocks & set(module.modules()):
             names = [name for name, p in module.named_parameters(recurse=False) if p.ndim > 1]
             raise ValueError(
                 f"'{names[0]}' of {type(module).__name__} is a parameter of the module that has the blocks too, so "
@@ -123,6 +131,11 @@ class Multiplied:
     def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         """As a forward hook."""
         self.is_called = True
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"{type(module).__name__} reads the input and puts out a {type(output).__name__}, which cannot be "
+                f"multiplied by α_input = {self.factor:g}. HINT: alpha_input=1, or the role 'hidden' for its weights."
+            )
         return output * self.factor
 
 

@@ -65,38 +65,57 @@ def load_masked(module: nn.Module, folder: str | Path) -> None:
         folder: Where it was saved.
 
     Raises:
-        ValueError: If files are missing, or are of another model, plan or density; nothing is loaded then.
+        ValueError: If files are missing or damaged, or are of another model, plan or density; nothing is loaded then.
     """
-    from safetensors.torch import load_file
-
     folder = Path(folder)
     if lost := [name for name in (WEIGHTS, MASKS, PLAN) if not (folder / name).is_file()]:
         raise ValueError(f"there is no {lost[0]} in {folder}. HINT: the folder that save_masked wrote.")
     plan = plan_of(module)
-    saved = SuParPlan.from_dict(json.loads((folder / PLAN).read_text()))
+    saved, weights, masks = _read(folder)
     if told := difference(_bare(saved), _bare(plan)):
         raise ValueError(
             f"the plan in {folder} is another: {told}. HINT: build the module with the width, density and "
             "parameterization of the one that was saved."
         )
-    weights, own = load_file(folder / WEIGHTS), _weights(module)
-    shapes, expected = ({name: tuple(value.shape) for name, value in of.items()} for of in (weights, own))
+    own = _weights(module)
+    shapes, expected = (
+        {name: (tuple(value.shape), value.is_floating_point()) for name, value in of.items()} for of in (weights, own)
+    )
     if shapes != expected:
         name = next(n for n in {**shapes, **expected} if shapes.get(n) != expected.get(n))
-        there, here = (of.get(name, "missing") for of in (shapes, expected))
+        there, here = (
+            f"{tuple(of[name].shape)} of {of[name].dtype}" if name in of else "missing" for of in (weights, own)
+        )
         raise ValueError(f"'{name}' is {there} in {folder}, and {here} in the model. HINT: build the same model.")
-    masks = load_masks(folder / MASKS)
     if masks.keys() != set(plan.sparse):
         raise ValueError(
             f"{folder / MASKS} has masks of {len(masks)} tensors, the plan of {len(plan.sparse)}. HINT: a plan with "
             f"masks=Masks('file', path='{folder / MASKS}')."
         )
+    start = inner_of(module)[1]
     for name, mask in masks.items():
         check_mask(name, mask, plan[name].shape, plan[name].rho)
+        weight = weights.get(f"{module._supar_prefix}{name}".removeprefix(start))
+        if weight is not None and weight[~mask].any():  # None: a parameter that torch computes from others
+            raise ValueError(f"'{name}' in {folder / WEIGHTS} is not masked as in {MASKS}. HINT: save it once more.")
     module.load_state_dict({f"{module._supar_prefix}{name}{SUFFIX}": m for name, m in masks.items()}, strict=False)
     with torch.no_grad():
         for name, value in own.items():
             value.copy_(weights[name])
+
+
+def _read(folder: Path) -> tuple[SuParPlan, dict[str, Tensor], dict[str, Tensor]]:
+    """Plan, weights and masks."""
+    from safetensors.torch import load_file
+
+    try:
+        plan = SuParPlan.from_dict(json.loads((folder / PLAN).read_text()))
+        return plan, load_file(folder / WEIGHTS), load_masks(folder / MASKS)
+    except Exception as error:  # of many kinds, whatever a damaged file leads to
+        raise ValueError(
+            f"{folder} cannot be read: {type(error).__name__}, {error}. HINT: its files are damaged, or were not "
+            "written by save_masked; copy or save them once more."
+        ) from error
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
