@@ -157,3 +157,33 @@ def test_resumed_training_is_the_same_to_the_bit(pool: Pool, tmp_path: Path, nam
     for key in plan.sparse:
         assert torch.equal(checkpoint["state_dict"][f"{key}_mask"], plan.mask(key))
     assert checkpoint["supar_plan"] == plan.to_dict()
+
+
+class Thawing(Plain):
+    """Its last layer is trained from the third step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            self.layers[2].requires_grad_(True)
+
+
+def _thawed(names: tuple[str, ...]) -> list[dict[str, Tensor]]:
+    found = []
+    for name in names:
+        mask = SparseMask(0.5, exclude=("down", "layers.0", "layers.1"))  # of the rest some ranks hold nothing
+        ranks = {"devices": 4, **strategy_of(name, Sharded)} if name else {}
+        _, module = train(build=Thawing, callbacks=[mask], **ranks)
+        found.append(whole_values(module))
+    return found
+
+
+def test_ranks_that_hold_nothing_of_what_is_unfrozen_go_on(pool: Pool) -> None:
+    (truth,) = _thawed(("",))
+    assert 100 < int((truth["layers.2.up.weight"] == 0).sum()) < 110
+    for results in pool.run(_thawed, ("nng", "ggg")):
+        for found in results:
+            _compare(found, truth, 1e-10)
