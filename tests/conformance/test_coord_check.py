@@ -147,11 +147,20 @@ def test_what_diverged_or_is_zero_deviates(dense: float, sparse: float, deviatio
         ({"widths": [8], "densities": [0.0]}, "densities=.0.0.: expected numbers above 0"),
         ({"widths": [8], "parameterizations": ["ntk"]}, "parameterizations: 'ntk' is not one of"),
         ({"widths": [8], "parameterizations": "sp"}, "parameterizations='sp': expected one or more"),
+        ({"widths": [8], "steps": 0}, "steps=0 must be a whole number, 1 or more"),
+        ({"widths": [8], "trainer": {"limit_train_batches": 0}}, "Residual made no step: there are no batches"),
     ],
 )
 def test_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         coord_check(Residual, data(), **arguments)
+
+
+def test_what_was_not_run_has_no_deviation() -> None:
+    common = {"width": 8, "seed": 0, "step": 0, "module": "a", "value": 1.0}
+    report = CoordReport([{**common, "parameterization": "sp", "density": density} for density in (1.0, 0.5)])
+    with pytest.raises(ValueError, match="no rows of 'mup'; expected one of sp"):
+        report.deviation("mup")
 
 
 # ---- the callback ---------------------------------------------------------------------------------------------------

@@ -367,6 +367,8 @@ def test_what_diverges_counts_as_infinite() -> None:
         ({"widths": 10}, "widths=10: expected one or more different values"),
         ({"mode": "local"}, "mode='local' is not understood: expected 'global' or 'hidden'"),
         ({"seeds": []}, "seeds=...: expected one or more"),
+        ({"steps": -1}, "steps=-1 must be a whole number, 1 or more"),
+        ({"steps": 2.5}, "steps=2.5 must be a whole number, 1 or more"),
     ],
 )
 def test_arguments(options: dict[str, Any], message: str) -> None:

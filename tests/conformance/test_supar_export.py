@@ -421,6 +421,31 @@ def test_what_is_not_loaded(tmp_path: Path) -> None:
         load_masked(module, tmp_path / "a")
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "masks.safetensors", "plan.json"])
+def test_damaged_files_are_named_and_nothing_is_loaded(tmp_path: Path, name: str) -> None:
+    save_masked(trained(Module(mlp)), folder := tmp_path / "a")
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: len(content) // 2])
+    module = Module(mlp)
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    with pytest.raises(ValueError, match="/a cannot be read: .* HINT: its files are damaged"):
+        load_masked(module, folder)
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [(torch.ones_like, "is not masked as in"), (torch.Tensor.char, "of torch.int8 in .*float32")]
+)
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path, change: Any, said: str) -> None:
+    module = trained(Module(mlp))
+    save_masked(module, folder := tmp_path / "a")
+    weights = load_file(folder / "model.safetensors")
+    name = str(module.supar_plan.sparse[0]).removeprefix("model.")  # type: ignore[union-attr]
+    save_file(weights | {name: change(weights[name])}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=said):
+        load_masked(Module(mlp), folder)
+
+
 # ---- refused --------------------------------------------------------------------------------------------------------
 
 

@@ -99,6 +99,12 @@ def test_rates() -> None:
     assert _rates("0.1,2^-3, 1e-3") == [0.1, 0.125, 0.001]
 
 
+@pytest.mark.parametrize("text", ["1..3", "1e-4..1e-2", "2^-5..2^-9", "2^-5..2^-5", "2^1.5..2^3"])
+def test_ranges_are_of_powers_of_two_and_rise(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not understood: expected powers of two from low to high, as 2\^-9"):
+        _rates(text)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
