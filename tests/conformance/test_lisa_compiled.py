@@ -140,6 +140,7 @@ def test_a_model_compiled_as_a_whole_is_warned_of(build: Any, name: str) -> None
     assert said[0].startswith(name)
 
 
+@pytest.mark.full
 def test_it_is_right_all_the_same() -> None:
     """Until torch gives up compiling it, and then as well."""
     torch.manual_seed(0)

@@ -77,7 +77,13 @@ def _on_ranks(partition: str, error: bool, policy: str) -> tuple[list[float], di
 
 
 @pytest.mark.parametrize("partition", by_default("ggg", of=["nnn", "nig", "ggg"]))
-@pytest.mark.parametrize(("error", "policy"), [(False, "drop_frozen"), (True, "reset_all"), (False, "offload")])
+@pytest.mark.parametrize(
+    ("error", "policy"),
+    [
+        (False, "drop_frozen"),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in [(True, "reset_all"), (False, "offload")]),
+    ],
+)
 def test_several_runs_with_validation_equal_those_of_one_process(
     pool: Pool, partition: str, error: bool, policy: str
 ) -> None:
