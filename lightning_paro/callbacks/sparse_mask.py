@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
@@ -197,7 +198,8 @@ class SparseMask(Callback):
         self._dropped, self._trained = {}, self._trained_of(pl_module)
         self._take(pl_module, shards)
         access.update_parameters()
-        if not (self._is_kept or isinstance(trainer.strategy, ParoStrategy)):  # there a step is not yet seen inside it
+        is_seen = not isinstance(trainer.strategy, ParoStrategy)  # whether parameters have moved when a step returns
+        if is_seen and not self._is_kept and all(isinstance(each, Optimizer) for each in trainer.optimizers):
             after = partial(self._clear_all, trainer)
             self._hooks = [each.register_step_post_hook(lambda *_: after()) for each in trainer.optimizers]
 

@@ -126,6 +126,17 @@ def test_positions_are_rows_of_the_width(shape: tuple[int, ...]) -> None:
     assert (plan["places"].m_d, plan["places"].lr_factor, plan["places"].sgd_lr_factor) == (1, 1, 4)
 
 
+def test_positions_that_are_told_do_not_read_the_input() -> None:
+    class Patches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places, self.patches = nn.Parameter(torch.zeros(8, 32)), nn.Linear(12, 32)
+            self.inner, self.head = nn.Linear(32, 32), nn.Linear(32, 5)
+
+    plan = SuParPlan.from_model(Patches(), base_width=8, overrides={"places": {"role": "embedding"}})
+    assert [plan[f"{name}.weight"].role for name in ("patches", "inner", "head")] == ["embedding", "hidden", "output"]
+
+
 class HeadFirst(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +145,7 @@ class HeadFirst(nn.Module):
 
 
 def test_a_projection_before_the_blocks_that_may_be_the_head_is_asked_for() -> None:
-    with pytest.raises(ValueError, match=r"'head' stands before the blocks.*overrides=\{'head.weight': \{'role': 'out"):
+    with pytest.raises(ValueError, match=r"no role is known of 'head.weight' \(16, 32\) of Linear.*else 'output'"):
         SuParPlan.from_model(HeadFirst(), base_width=8)
     for role in ("output", "embedding"):
         plan = SuParPlan.from_model(HeadFirst(), base_width=8, overrides={"head.weight": {"role": role}})

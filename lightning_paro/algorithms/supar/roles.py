@@ -77,7 +77,8 @@ def find_roles(model: nn.Module, told: Mapping[str, Role]) -> dict[str, TensorRo
         told: Roles by pattern, as of :func:`matches`; they win.
 
     Raises:
-        ValueError: If there is no role for a tensor of two or more dimensions.
+        ValueError: If there is no role for a tensor of two or more dimensions, or of a projection before the blocks it
+            cannot be said whether it reads the input or makes the output, as there is none behind them.
     """
     found, lost = _find(model, told)
     if lost:
@@ -181,15 +182,13 @@ def _places(model: nn.Module, told: Mapping[int, Role | None]) -> dict[int, Plac
     Args:
         model: Whose.
         told: By id what is known better.
-
-    Raises:
-        ValueError: If it cannot be said whether a projection reads the input or makes the output.
     """
     order = list(model.modules())
     blocks = [block for block in repeated_blocks(model).values() if not is_projection(block)]
     inside = {module for block in blocks for module in block.modules()}
     tables = [*embeddings_of(model, "input"), *(module for module in order if isinstance(module, TABLES))]
-    has_input = bool(tables) or "embedding" in told.values()
+    readers = [m for m in order if not (is_projection(m) or any(m.children()))]  # such as a recurrent layer
+    has_input = bool(tables) or any(told.get(one) == "embedding" for module in readers for one in _ids(module))
     weights = {id(parameter) for table in tables for parameter in table.parameters(recurse=False)}
     tied = [m for m in order if isinstance(m, nn.Linear) and id(m.weight) in weights]
     heads = embeddings_of(model, "output") or tied
@@ -200,12 +199,8 @@ def _places(model: nn.Module, told: Mapping[int, Role | None]) -> dict[int, Plac
     before = [m for m in outside if m not in later and first is not None and order.index(m) < first]
     if not heads and (after := [module for module in outside if module not in before]):
         heads = [after[-1]]
-    unclear = [own for own, m in model.named_modules() if m in before and not any(map(told.get, _ids(m)))]
-    if tables and unclear and not heads and "output" not in told.values():
-        raise ValueError(
-            f"'{unclear[-1]}' stands before the blocks, and no projection after them, so it may make the output. HINT: "
-            f"overrides={{'{unclear[-1]}.weight': {{'role': 'output'}}}}, or 'embedding' if it reads the input."
-        )
+    if tables and not heads:  # they may read the input or make the output
+        projections, before = [module for module in projections if module not in before], []
     if not blocks and not has_input and len(outside) > 1:
         before = outside[:1]
 
