@@ -62,7 +62,7 @@ def _assert_equal(whole: tuple[LISA, dict[str, Tensor]], resumed: tuple[LISA, di
 # ---- where in a period ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", by_default("drop_frozen", "keep", of=POLICIES))
 @pytest.mark.parametrize("sampler", by_default("uniform", "grad_norm", of=SAMPLERS))
 @pytest.mark.parametrize("step", [pytest.param(INTERVAL, marks=pytest.mark.full), 2 * INTERVAL - 1, 2 * INTERVAL])
 def test_at_the_boundary_of_a_period(tmp_path: Path, policy: str, sampler: str, step: int) -> None:
@@ -118,7 +118,7 @@ HOOKS = ["on_train_batch_start", "on_validation_start", "on_validation_epoch_end
 
 @pytest.mark.parametrize("step", [INTERVAL + 1, 2 * INTERVAL])
 @pytest.mark.parametrize("hook", by_default("on_train_batch_start", "on_validation_end", of=HOOKS))
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("policy", ["drop_frozen", "reset_all"])
 def test_in_any_hook(tmp_path: Path, hook: str, step: int, first: bool, policy: str) -> None:
     """Ahead of LISA's or behind: it may have switched already, or not."""

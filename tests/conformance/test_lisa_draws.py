@@ -39,7 +39,7 @@ class Noisy(Net):
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("policy", ["drop_frozen", "offload"])
+@pytest.mark.parametrize("policy", ["drop_frozen", pytest.param("offload", marks=pytest.mark.full)])
 def test_the_global_generators_are_left_alone(sampler: Any, policy: Any) -> None:
     _, without = fit(None, build=Noisy)
     periods = []

@@ -49,8 +49,15 @@ class Manual(Net):
             self.lr_schedulers().step()
 
 
-@pytest.mark.parametrize("closure", [False, True])
-@pytest.mark.parametrize("policy", ["drop_frozen", "reset_all", "keep"])
+@pytest.mark.parametrize(
+    ("closure", "policy"),
+    [
+        (True, "drop_frozen"), (False, "keep"),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in [
+            (False, "drop_frozen"), (True, "keep"), (False, "reset_all"), (True, "reset_all")
+        ]),
+    ],
+)  # fmt: skip
 def test_one_optimizer_trains_as_automatic_optimization_does(closure: bool, policy: Any) -> None:
     watch = Watch()
     lisa = LISA(interval=3, sampler=table, state_policy=policy)
