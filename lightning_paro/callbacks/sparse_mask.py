@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -200,8 +199,8 @@ class SparseMask(Callback):
         access.update_parameters()
         is_seen = not isinstance(trainer.strategy, ParoStrategy)  # whether parameters have moved when a step returns
         if is_seen and not self._is_kept and all(isinstance(each, Optimizer) for each in trainer.optimizers):
-            after = partial(self._clear_all, trainer)
-            self._hooks = [each.register_step_post_hook(lambda *_: after()) for each in trainer.optimizers]
+            optimizers = trainer.optimizers
+            self._hooks = [each.register_step_post_hook(lambda *_: self._clear_all(trainer)) for each in optimizers]
 
     def _check_masks(self, module: LightningModule) -> None:
         assert self.masks is not None
@@ -288,7 +287,7 @@ class SparseMask(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Where a step may have moved what is masked, and could not be followed by a look at once, look now."""
+        """Where a step could not be followed by a look at once, look now whether it has moved what is masked."""
         if trainer.global_step == self._step or self._is_kept or self._hooks:
             return
         self._step = trainer.global_step
