@@ -8,7 +8,21 @@ from typing import Any
 
 import torch
 
-__all__ = ["in_accord"]
+__all__ = ["in_accord", "told_by_all"]
+
+
+def told_by_all(mine: Any, world_size: int) -> list[Any]:
+    """What every rank says. Collective.
+
+    Args:
+        mine: What this one does.
+        world_size: Number of ranks of the training, which need not be that of a process group around it.
+    """
+    if world_size == 1:
+        return [mine]
+    told: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(told, mine)
+    return told
 
 
 @contextmanager
@@ -33,8 +47,7 @@ def in_accord(who: str, world_size: int, describe: Callable[[], Mapping[str, Any
             raise refusal
         return
     mine = (None if refusal is None else str(refusal), {} if refusal is not None else dict(describe()))
-    told: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(told, mine)
+    told = told_by_all(mine, world_size)
     if refusal is not None:
         raise refusal
     for rank, (text, _) in enumerate(told):

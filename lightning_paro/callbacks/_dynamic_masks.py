@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_paro.algorithms.supar.dynamic import RULES, Rule, density_at, drop_fraction_at, prune, rigl
 from lightning_paro.algorithms.supar.masks import Kind, Masks
+from lightning_paro.callbacks._accord import told_by_all
 from lightning_paro.state_access import Shard
 
 __all__ = ["DynamicMasks"]
@@ -122,7 +123,7 @@ class DynamicMasks:
             )
         self._device, self._world_size = trainer.strategy.root_device, trainer.world_size
         self._rank = trainer.global_rank
-        steps = min(_told(trainer.estimated_stepping_batches, self._world_size))
+        steps = min(told_by_all(trainer.estimated_stepping_batches, self._world_size))
         if not 0 < steps < math.inf:
             raise ValueError(
                 f"dynamic={self.rule!r} changes masks until {self._until:g} of the training's steps, and this training "
@@ -156,7 +157,7 @@ class DynamicMasks:
             for name in sizes
             if name in shards and shards[name].value.numel()
         }
-        self._place(_told(parts, self._world_size), self._rank, sizes)
+        self._place(told_by_all(parts, self._world_size), self._rank, sizes)
 
     @property
     def is_pruning(self) -> bool:
@@ -209,19 +210,6 @@ class DynamicMasks:
                     f"not follow each other, so dynamic={self.rule!r} cannot put it together. HINT: shard parameters "
                     "along their first dimension, without tensor parallelism."
                 )
-
-
-def held_by_any(names: Iterable[str], world_size: int) -> set[str]:
-    """What some rank holds a part of, from what this one does. Collective."""
-    return set().union(*_told(list(names), world_size))
-
-
-def _told(mine: Any, world_size: int) -> list[Any]:
-    """What each rank says."""
-    told: list[Any] = [mine] * world_size
-    if world_size > 1:
-        torch.distributed.all_gather_object(told, mine)
-    return told
 
 
 def _is_whole(parts: Iterable[tuple[int, int]], size: int) -> bool:

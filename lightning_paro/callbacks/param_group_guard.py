@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_paro.algorithms.supar.scales import passed_by
 from lightning_paro.callbacks._accord import in_accord
-from lightning_paro.state_access import state_access
+from lightning_paro.state_access import parameter_of, state_access
 
 __all__ = ["ParamGroupGuard"]
 
@@ -65,7 +65,8 @@ class ParamGroupGuard(Callback):
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         with in_accord("ParamGroupGuard", trainer.world_size, dict):
             for group in groups:
-                known = {names.get(id(_whole(p)), "").removeprefix(start) for p in group["params"]} & plan.keys()
+                own = [p if (whole := parameter_of(p)) is None else whole for p in group["params"]]
+                known = {names.get(id(p), "").removeprefix(start) for p in own} & plan.keys()
                 if known and "lr_factor" not in group:
                     name = min(known)
                     raise ValueError(
@@ -93,11 +94,6 @@ class ParamGroupGuard(Callback):
             "HINT: a scheduler that multiplies all groups, as LambdaLR; or one number a group, as "
             "OneCycleLR(max_lr=[group['lr'] for group in groups])."
         )
-
-
-def _whole(parameter: Any) -> Any:
-    """The module's own parameter, of what ParoStrategy's optimizers hold in its place."""
-    return getattr(parameter, "_paro_parameter", lambda: parameter)()
 
 
 def _check_rule(name: str, optimizer: torch.optim.Optimizer, rule: str | None) -> None:

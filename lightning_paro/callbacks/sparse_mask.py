@@ -23,8 +23,8 @@ from lightning_paro.algorithms.supar.init import check_names
 from lightning_paro.algorithms.supar.mask_state import attached
 from lightning_paro.algorithms.supar.masks import Kind
 from lightning_paro.algorithms.supar.roles import without_role
-from lightning_paro.callbacks._accord import in_accord
-from lightning_paro.callbacks._dynamic_masks import DynamicMasks, held_by_any
+from lightning_paro.callbacks._accord import in_accord, told_by_all
+from lightning_paro.callbacks._dynamic_masks import DynamicMasks
 from lightning_paro.state_access import Shard, is_elementwise, state_access
 from lightning_paro.strategies import ParoStrategy
 
@@ -106,7 +106,7 @@ class SparseMask(Callback):
         self._is_elementwise = False  # whether all optimizers are known to be
         self._is_kept = False  # by optimizers: whether what is zero, without gradient and moments, is sure to stay zero
         self._step = 0
-        self._trained: set[str] = set()  # names of what has a mask and is not frozen
+        self._frozen: set[str] = set()  # names of what has a mask and was not trained yet: the same on all ranks
         self._hooks: list[RemovableHandle] = []  # after steps of optimizers
 
     @override
@@ -183,7 +183,7 @@ class SparseMask(Callback):
         self._is_kept = self._is_elementwise and not is_half
         access = state_access(trainer)
         names = self.masks.names(pl_module)
-        held = held_by_any(access.trainable_shards(), trainer.world_size)
+        held = set().union(*told_by_all(list(access.trainable_shards()), trainer.world_size))
         others = [name for name in names if name not in held]  # frozen, or of no optimizer
         if others:
             with access.full_parameters(pl_module, writeback=True), torch.no_grad():
@@ -194,7 +194,8 @@ class SparseMask(Callback):
         if self._dynamic is not None:
             self._dynamic.begin(trainer)
             self._dynamic.place(self._sizes(pl_module), shards)
-        self._dropped, self._trained = {}, self._trained_of(pl_module)
+        self._dropped = {}
+        self._frozen = {name for name in names if not pl_module.get_parameter(name).requires_grad}
         self._take(pl_module, shards)
         access.update_parameters()
         is_seen = not isinstance(trainer.strategy, ParoStrategy)  # whether parameters have moved when a step returns
@@ -223,11 +224,6 @@ class SparseMask(Callback):
         assert self.masks is not None
         return {name: math.prod(self.masks.entry(module, name).shape) for name in self.masks.names(module)}
 
-    def _trained_of(self, module: LightningModule) -> set[str]:
-        """What of them is not frozen: the same on all ranks, whatever they hold of it."""
-        assert self.masks is not None
-        return {name for name in self.masks.names(module) if module.get_parameter(name).requires_grad}
-
     def _take(self, module: LightningModule, shards: Mapping[str, Shard]) -> None:
         """Take this rank's part of masks that it has not yet, of what is trained now."""
         assert self.masks is not None
@@ -244,8 +240,8 @@ class SparseMask(Callback):
         shards = access.trainable_shards()
         self._take(pl_module, shards)
         step, dynamic = trainer.global_step, self._dynamic
-        unfrozen = self._trained_of(pl_module) - self._trained
-        self._trained |= unfrozen
+        unfrozen = {name for name in self._frozen if pl_module.get_parameter(name).requires_grad}
+        self._frozen -= unfrozen
         if dynamic is not None:
             if unfrozen:
                 dynamic.place(self._sizes(pl_module), shards)

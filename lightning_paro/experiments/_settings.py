@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lightning_paro.algorithms.supar import Parameterization
 from lightning_paro.algorithms.supar.rules import PARAMETERIZATIONS
 
-__all__ = ["Make", "Setting", "check_steps", "numbers", "settings_of", "shown", "train"]
+__all__ = ["Make", "Setting", "numbers", "settings_of", "shown", "train"]
 
 Number = TypeVar("Number", int, float)
 Choice = TypeVar("Choice")
@@ -96,16 +96,6 @@ def _different(name: str, values: Iterable[Choice]) -> list[Choice]:
     return several
 
 
-def check_steps(steps: int) -> None:
-    """Refuse anything but a whole number of steps, 1 or more.
-
-    Raises:
-        ValueError: If it is not.
-    """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps={steps!r} must be a whole number, 1 or more.")
-
-
 def train(
     make: Make, setting: Setting, data: Any, steps: int, callbacks: Sequence[Callback], options: Mapping[str, Any]
 ) -> LightningModule:
@@ -116,7 +106,8 @@ def train(
     Raises:
         ValueError: If the options have what is decided here, or the steps are no whole number of them.
     """
-    check_steps(steps)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps={steps!r} must be a whole number, 1 or more.")
     fixed: dict[str, Any] = {
         "devices": 1, "max_steps": steps, "callbacks": list(callbacks), "logger": False, "enable_checkpointing": False,
         "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0, "limit_val_batches": 0,

@@ -15,7 +15,7 @@ from rich.table import Table
 from lightning_paro.algorithms.supar import Parameterization
 from lightning_paro.experiments._rates import GivenRate, HiddenRate, Losses
 from lightning_paro.experiments._runs_file import add_run, earlier_runs, head_of, row_of
-from lightning_paro.experiments._settings import Make, Setting, check_steps, numbers, settings_of, shown, train
+from lightning_paro.experiments._settings import Make, Setting, numbers, settings_of, shown, train
 from lightning_paro.experiments._written import panels, write_rows
 
 __all__ = ["Optimum", "TransferReport", "final_loss", "lr_transfer_sweep"]
@@ -228,7 +228,6 @@ def lr_transfer_sweep(
     if len(rates) < 2 or any(not 0 < lr < math.inf for lr in rates):
         raise ValueError(f"lrs={lrs!r}: expected two or more different positive numbers.")
     _check_mode(mode)
-    check_steps(steps)
     settings = settings_of(parameterizations, widths, densities, seeds, rates)
     file = None if path is None else Path(path)
     losses = {} if file is None else earlier_runs(file, head_of(make, trainer or {}, mode=mode, steps=steps))

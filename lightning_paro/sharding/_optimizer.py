@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_paro.sharding._elementwise import STATE_SCALARS, check_elementwise, moves_without_gradient
 from lightning_paro.sharding._flat import Flat
 from lightning_paro.sharding._state_by_shard import StateByShard
-from lightning_paro.sharding._values import take_over_all
+from lightning_paro.sharding._values import parameter_of, take_over_all
 from lightning_paro.topology import Granularity
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def _take_up(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
         )
     optimizer._paro_layout = layout  # type: ignore[attr-defined]
     for entry in list(optimizer.state):
-        parameter = getattr(entry, "_paro_parameter", lambda: None)()
+        parameter = parameter_of(entry)
         if parameter is not None:
             optimizer.state[parameter] = optimizer.state.pop(entry)
 

@@ -16,7 +16,7 @@ from lightning_paro.sharding._shown import Shown
 from lightning_paro.sharding._slot import Slot
 from lightning_paro.topology import Granularity, Partition
 
-__all__ = ["FlatValues", "Written", "gather_all", "names_of", "take_over_all"]
+__all__ = ["FlatValues", "Written", "gather_all", "names_of", "parameter_of", "take_over_all"]
 
 N, I, G = Granularity  # noqa: E741
 
@@ -464,6 +464,12 @@ def take_over_all(flats: Sequence[FlatValues]) -> None:
                 flat.shown.unalias()
     for flat in flats:
         flat.take_over()
+
+
+def parameter_of(entry: Tensor) -> nn.Parameter | None:
+    """The module's parameter that an optimizer's entry stands for; None of what is no entry."""
+    reference: Callable[[], nn.Parameter | None] = getattr(entry, "_paro_parameter", lambda: None)
+    return reference()
 
 
 def names_of(flats: Sequence[FlatValues]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
+from lightning_paro.sharding import parameter_of
 from lightning_paro.state_access._fsdp import FlatParameters, ShardedTensors
 from lightning_paro.state_access._optimizers import is_elementwise
 from lightning_paro.state_access._paro import PartitionedState
@@ -12,7 +13,9 @@ from lightning_paro.state_access._protocol import Shard, StateAccess
 from lightning_paro.state_access._replicated import ReplicatedState, no_longer_postponed, postpone_ddp
 from lightning_paro.strategies import ParoStrategy
 
-__all__ = ["Shard", "StateAccess", "is_elementwise", "no_longer_postponed", "postpone_ddp", "state_access"]
+__all__ = [
+    "Shard", "StateAccess", "is_elementwise", "no_longer_postponed", "parameter_of", "postpone_ddp", "state_access",
+]  # fmt: skip
 
 
 def state_access(trainer: Trainer) -> StateAccess:

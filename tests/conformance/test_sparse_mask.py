@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_paro.callbacks import SparseMask, SparsityReport
 from tests.conformance.lisa_runs import quiet
-from tests.distributed.supar import LAYERS, Net, Plain, train
+from tests.distributed.supar import LAYERS, Net, Plain, Thawing, train
 
 SPARSE = [f"layers.{layer}.{name}.weight" for layer in range(LAYERS) for name in ("up", "down")]
 
@@ -193,18 +193,6 @@ def test_state_that_is_no_elements_own_is_left_alone() -> None:
 
     trainer, _ = train(build=Stirred, callbacks=[SparseMask(0.5)])
     assert all(state["statistics"].all() for state in trainer.optimizers[0].state.values())
-
-
-class Thawing(Plain):
-    """Its second layer is frozen at first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[1].requires_grad_(False)
-
-    def on_train_batch_start(self, batch: Any, index: int) -> None:
-        if index == 4:
-            self.layers[1].requires_grad_(True)
 
 
 def test_frozen_weights_are_masked_and_stay_so_when_they_are_trained() -> None:

@@ -25,6 +25,7 @@ from torch.sparse import SparseSemiStructuredTensor
 from lightning_paro.algorithms.supar import Masks, SuParPlan, export, load_masked, save_masked
 from lightning_paro.algorithms.supar.exports.semi_structured import Timing, Timings, check_groups, measure
 from lightning_paro.algorithms.supar.exports.sparse_linear import SparseLinear
+from lightning_paro.algorithms.supar.masks import draw_mask
 from lightning_paro.algorithms.supar.scales import Multiplied, hooks_of
 from lightning_paro.callbacks import SparseMask
 from lightning_paro.mixins import SuParMixin
@@ -276,6 +277,17 @@ def test_compressed(name: str, to: Any) -> None:
     assert {part.weight.layout for part in sparse} == {torch.sparse_csr if to == "csr" else torch.sparse_bsr}
     with torch.inference_mode():
         torch.testing.assert_close(logits(exported, batch_of(module)), module(batch_of(module)), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("masks", "block", "share"),
+    [(Masks("random", density=0.25), None, 0.5), (Masks("block", density=0.25, block=16), 16, 0.25)],
+    ids=["csr", "bsr"],
+)
+def test_memory_of_a_quarter_of_the_weights(masks: Masks, block: int | None, share: float) -> None:
+    weight = torch.randn(1024, 1024) * draw_mask(masks, "weight", (1024, 1024), 1, 0.25)
+    held = sum(buffer.nbytes for buffer in SparseLinear(weight, None, block).buffers())
+    assert share < held / weight.nbytes < 1.005 * share
 
 
 def test_compressed_can_be_saved_copied_and_cast() -> None:

@@ -64,6 +64,18 @@ class Net(SuParMixin, Plain):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class Thawing(Plain):
+    """Its second layer is frozen until the fifth batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if index == 4:
+            self.layers[1].requires_grad_(True)
+
+
 def loss_of(module: nn.Module, batch: Tensor) -> Tensor:
     return nn.functional.cross_entropy(module(batch).flatten(0, 1), batch.roll(1, 1).flatten())
 

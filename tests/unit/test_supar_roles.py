@@ -184,11 +184,12 @@ def test_a_plan_is_of_pythons_own_values(tmp_path: Path) -> None:
     assert type(plan.masks.path) is str
 
 
+@pytest.mark.parametrize("name", ["masks.pt", "masks.safetensors"])
 @pytest.mark.parametrize("content", [b"not a file of torch", [True], {"2.weight": torch.ones(16, 16)}])
-def test_files_that_hold_no_masks(tmp_path: Path, content: Any) -> None:
-    path = tmp_path / "masks.pt"
+def test_files_that_hold_no_masks(tmp_path: Path, content: Any, name: str) -> None:
+    path = tmp_path / name
     path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
-    with pytest.raises(ValueError, match="masks.pt"):
+    with pytest.raises(ValueError, match=name):
         SuParPlan.from_model(nn.Linear(16, 16), base_width=8, masks=Masks("file", path=str(path)))
 
 

@@ -137,5 +137,7 @@ class MaskState:
 def _as_bool(name: str, mask: Tensor) -> Tensor:
     """A mask that was cast with all else of its state dict."""
     if mask.dtype is not torch.bool and bool(((mask != 0) & (mask != 1)).any()):
-        raise ValueError(f"the mask of '{name}' has other numbers than 0 and 1. HINT: a buffer of another module's?")
+        raise ValueError(
+            f"the mask of '{name}' has other numbers than 0 and 1. HINT: a state dict whose masks were only cast."
+        )
     return mask.bool()

@@ -175,18 +175,18 @@ def load_masks(path: str | Path) -> dict[str, Tensor]:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"there is no file {path} of masks. HINT: bool tensors by parameter name, as torch.save does.")
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
 
-        found: dict[str, Tensor] = load_file(path)
-    else:
-        try:
+            found: dict[str, Tensor] = load_file(path)
+        else:
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # of many kinds, whatever torch makes of it
-            raise ValueError(
-                f"{path} cannot be read ({type(error).__name__}). HINT: torch.save of bool tensors by "
-                "parameter name, or safetensors."
-            ) from error
+    except Exception as error:  # of many kinds, whatever a damaged file leads to
+        raise ValueError(
+            f"{path} cannot be read ({type(error).__name__}). HINT: torch.save of bool tensors by parameter name, or "
+            "safetensors."
+        ) from error
     if not isinstance(found, Mapping):
         raise ValueError(f"{path} holds a {type(found).__name__}; expected bool tensors by parameter name.")
     wrong = [name for name, mask in found.items() if not isinstance(mask, Tensor) or mask.dtype is not torch.bool]

@@ -138,7 +138,7 @@ class SuParPlan(Mapping[str, Entry]):
         how = masks if masks is not None else Masks(kind=kind, density=density, seed=seed)  # type: ignore[arg-type]
         told = {pattern: dict(fields) for pattern, fields in (overrides or {}).items()}
         _check_overrides(told)
-        _check_patterns([name for name, _ in model.named_parameters()], exclude, told)
+        _check_patterns(dict(model.named_parameters()), exclude, told)
         told = {p: {k: v if k == "role" else float(v) for k, v in fields.items()} for p, fields in told.items()}
         roles = {pattern: fields["role"] for pattern, fields in told.items() if "role" in fields}
         tensors = find_roles(model, roles)
@@ -300,12 +300,12 @@ def _check_overrides(told: Mapping[str, Mapping[str, Any]]) -> None:
             raise ValueError(f"overrides[{pattern!r}]: weight_decay_factor={decay!r} must be a number, 0 or more.")
 
 
-def _check_patterns(names: Sequence[str], exclude: Sequence[str], told: Mapping[str, Any]) -> None:
+def _check_patterns(names: Mapping[str, Any], exclude: Sequence[str], told: Mapping[str, Any]) -> None:
     if isinstance(exclude, str):
         raise ValueError(f"exclude={exclude!r} must be several patterns. HINT: exclude=({exclude!r},).")
     for pattern in (*exclude, *told):
         if not any(matches(name, pattern, names) for name in names):
-            some = ", ".join(names[:3])
+            some = ", ".join(list(names)[:3])
             raise ValueError(f"{pattern!r} matches no tensor of the model, such as {some}. HINT: print the plan.")
 
 

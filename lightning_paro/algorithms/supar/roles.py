@@ -15,8 +15,8 @@ from lightning_paro.algorithms.supar.rules import Role
 from lightning_paro.sharding import embeddings_of, repeated_blocks
 
 __all__ = [
-    "TABLES", "TensorRole", "Tensors", "find_roles", "is_projection", "is_transposed", "matches", "width_of",
-    "without_role",
+    "TABLES", "TensorRole", "Tensors", "find_roles", "is_projection", "is_transposed", "matches", "table_weights",
+    "width_of", "without_role",
 ]  # fmt: skip
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -105,7 +105,7 @@ def _find(model: nn.Module, told: Mapping[str, Role]) -> tuple[dict[str, TensorR
         for name, parameter in model.named_parameters()
     }
     places = _places(model, given)
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, TABLES)}
+    tables = table_weights(model)
     found: dict[str, TensorRole] = {}
     lost: dict[str, str] = {}
     seen: set[int] = set()  # what is tied stands under its first name
@@ -122,6 +122,11 @@ def _find(model: nn.Module, told: Mapping[str, Role]) -> tuple[dict[str, TensorR
             axis = 0 if id(parameter) in tables else _axis(module, parameter, role)
             found[name] = TensorRole(role, tuple(parameter.shape), axis, is_sparse, why)
     return found, lost
+
+
+def table_weights(model: nn.Module) -> set[int]:
+    """Ids of the weights of all tables."""
+    return {id(module.weight) for module in model.modules() if isinstance(module, TABLES)}
 
 
 def matches(name: str, pattern: str, names: Container[str] = ()) -> bool:

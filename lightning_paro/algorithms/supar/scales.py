@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_paro.algorithms.supar.attention import MultipliedQuery, scale_attention
 from lightning_paro.algorithms.supar.plan import SuParPlan
-from lightning_paro.algorithms.supar.roles import TABLES, is_projection
+from lightning_paro.algorithms.supar.roles import TABLES, is_projection, table_weights
 from lightning_paro.algorithms.supar.rules import Role
 from lightning_paro.sharding import embeddings_of, repeated_blocks
 
@@ -96,7 +96,7 @@ def _owners(model: nn.Module, plan: SuParPlan, prefix: str, role: Role) -> list[
 
 def _heads(model: nn.Module, plan: SuParPlan, prefix: str) -> list[nn.Module]:
     """What makes the output: by its role, by its model's word, or by a matrix that it shares with a table."""
-    tables = {id(table.weight) for table in model.modules() if isinstance(table, TABLES)}
+    tables = table_weights(model)
     tied = [
         module for module in _owners(model, plan, prefix, "embedding")
         if is_projection(module) and any(id(p) in tables for p in module._parameters.values())
